@@ -1,0 +1,49 @@
+# make demo   set everything up, then run the main job (report/index.html)
+# make test   set everything up, then run the tests
+# make bench  set everything up, then time every op against its peers
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(VENV)/bin/pip --disable-pip-version-check
+
+.PHONY: demo test test-slow bench lint format build wheel clean
+
+demo: build
+	$(PY) -m examples.demo
+
+test: build
+	$(PY) -m pytest
+
+test-slow: build
+	$(PY) -m pytest -m slow
+
+bench: build
+	$(PY) -m benchmarks
+
+# torch and the build tools first: the package is built without isolation, against the torch that will run it.
+$(VENV)/.stamp: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch numpy setuptools wheel ninja
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint,triton]'
+	touch $@
+
+build: $(VENV)/.stamp
+	$(PY) setup.py -q build_ext --inplace
+
+wheel: build
+	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .
+
+lint: build
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	git ls-files 'csrc/*.cpp' 'csrc/*.h' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+
+format:
+	$(VENV)/bin/ruff check --fix-only -q .
+	$(VENV)/bin/ruff format -q .
+	git ls-files 'csrc/*.cpp' 'csrc/*.h' | xargs $(VENV)/bin/clang-format -i
+
+clean:
+	rm -rf build dist report .benchmarks seqkern/_C.abi3.so *.egg-info

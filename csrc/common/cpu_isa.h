@@ -1,0 +1,43 @@
+// The instruction-set tiers of the CPU kernels, and which of them runs.
+//
+// Every csrc/<op>/<op>_cpu.cpp is compiled once per tier with other flags, inside `namespace seqkern::SK_TIER`, and
+// exports one table of entry points. The host code of the op asks for the active tier's table on every call.
+#pragma once
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define SK_X86_TIERS 1
+#else
+#define SK_X86_TIERS 0
+#endif
+
+namespace seqkern {
+
+enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2 };
+
+// The tier in use: the best one this machine has, unless SEQKERN_CPU_ISA or set_isa() chose another.
+Isa active_isa();
+Isa best_isa();
+const char* isa_name(Isa isa);
+// False when the name is unknown or the machine lacks the tier; nothing changes then.
+bool set_isa(const char* name);
+
+}  // namespace seqkern
+
+// Declares `name` in every tier's namespace and a function `name()` that returns the active tier's table.
+#if SK_X86_TIERS
+#define SK_DECLARE_KERNEL_TABLE(Table, name)                                     \
+  namespace generic { extern const Table name; }                                 \
+  namespace avx2 { extern const Table name; }                                    \
+  namespace avx512 { extern const Table name; }                                  \
+  inline const Table& name() {                                                   \
+    switch (active_isa()) {                                                      \
+      case Isa::avx512: return avx512::name;                                     \
+      case Isa::avx2: return avx2::name;                                         \
+      default: return generic::name;                                             \
+    }                                                                            \
+  }
+#else
+#define SK_DECLARE_KERNEL_TABLE(Table, name)     \
+  namespace generic { extern const Table name; } \
+  inline const Table& name() { return generic::name; }
+#endif

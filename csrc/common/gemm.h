@@ -1,0 +1,67 @@
+// The register-blocked product under attention and the recurrences: C[m, n] (+)= sum_k A(m, k) B[k, n].
+//
+// A is read element by element (any two strides: a transposed A costs nothing), B and C row by row in whole vectors, so
+// their rows must be padded to a multiple of the vector width. A row of C depends on its own row of A only, in
+// ascending k: the result does not change with the rows beside it.
+//
+// Tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON) hold 6 x 4,
+// 16 hold 6 x 2; 8 x 3 and 14 x 2 do the same work per load but leave a remainder at the widths that occur (64, 128).
+#pragma once
+
+#include "simd.h"
+
+namespace seqkern { namespace SK_TIER { namespace {
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kGemmRows = 6, kGemmVecs = 4;
+#else
+constexpr int kGemmRows = 6, kGemmVecs = 2;
+#endif
+
+template <class A, int MR, int NR>
+SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
+                         int64_t ldc, bool accumulate) {
+  Vec<A> acc[MR][NR];
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NR; ++j) acc[i][j] = accumulate ? load(c + i * ldc + j * W<A>) : Vec<A>{};
+  for (int64_t k = 0; k < K; ++k) {
+    Vec<A> row[NR];
+    for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
+    for (int i = 0; i < MR; ++i) {
+      const Vec<A> x = broadcast<A>(a[i * row_stride + k * k_stride]);
+      for (int j = 0; j < NR; ++j) acc[i][j] += x * row[j];
+    }
+  }
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NR; ++j) store(c + i * ldc + j * W<A>, acc[i][j]);
+}
+
+template <class A, int NR>
+void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
+                  int64_t ldc, bool accumulate) {
+  int64_t m = 0;
+  for (; m + kGemmRows <= M; m += kGemmRows)
+    gemm_tile<A, kGemmRows, NR>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc, accumulate);
+  const A* tail_a = a + m * row_stride;
+  A* tail_c = c + m * ldc;
+  switch (M - m) {
+    case 5: gemm_tile<A, 5, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 4: gemm_tile<A, 4, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 3: gemm_tile<A, 3, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 2: gemm_tile<A, 2, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 1: gemm_tile<A, 1, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    default: break;
+  }
+}
+
+// N is a multiple of W<A>. Element (m, k) of A lies at a[m * row_stride + k * k_stride].
+template <class A>
+void gemm(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb,
+          A* c, int64_t ldc, bool accumulate) {
+  int64_t n = 0;
+  for (; n + kGemmVecs * W<A> <= N; n += kGemmVecs * W<A>)
+    gemm_columns<A, kGemmVecs>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+  for (; n < N; n += W<A>) gemm_columns<A, 1>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+}
+
+}}}  // namespace seqkern::SK_TIER::(anonymous)

@@ -1,0 +1,231 @@
+// SIMD for one tier: a register of `W<A>` accumulators, loads and stores that convert, and exp, sigmoid and tanh.
+//
+// Written on the compiler's vector extension, so that one source serves every tier and every architecture; the width is
+// the tier's. Everything has internal linkage: a symbol compiled with AVX-512 that the linker could pick for a machine
+// without it would be an illegal instruction there.
+#pragma once
+
+#include <cstdint>
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "dtype.h"
+
+#if !defined(SK_TIER)
+#error "simd.h belongs to the tier translation units: compile with -DSK_TIER=generic|avx2|avx512"
+#endif
+
+#if defined(__AVX512F__)
+#define SK_VEC_BYTES 64
+#elif defined(__AVX2__)
+#define SK_VEC_BYTES 32
+#else
+#define SK_VEC_BYTES 16
+#endif
+#define SK_INLINE inline __attribute__((always_inline))
+
+namespace seqkern { namespace SK_TIER { namespace {
+
+typedef float vf32 __attribute__((vector_size(SK_VEC_BYTES)));
+typedef double vf64 __attribute__((vector_size(SK_VEC_BYTES)));
+typedef int32_t vi32 __attribute__((vector_size(SK_VEC_BYTES)));
+typedef uint32_t vu32 __attribute__((vector_size(SK_VEC_BYTES)));
+typedef int64_t vi64 __attribute__((vector_size(SK_VEC_BYTES)));
+typedef uint16_t vu16 __attribute__((vector_size(SK_VEC_BYTES / 2)));  // as many as vf32 has lanes
+
+template <class A> struct VecTraits;
+template <> struct VecTraits<float> { using vec = vf32; using ivec = vi32; using integer = int32_t; };
+template <> struct VecTraits<double> { using vec = vf64; using ivec = vi64; using integer = int64_t; };
+template <class A> using Vec = typename VecTraits<A>::vec;
+template <class A> using IVec = typename VecTraits<A>::ivec;
+template <class A> constexpr int W = SK_VEC_BYTES / static_cast<int>(sizeof(A));
+
+template <class A> SK_INLINE Vec<A> broadcast(A x) { return x - Vec<A>{}; }
+template <class A> constexpr int64_t round_up(int64_t n) { return (n + W<A> - 1) / W<A> * W<A>; }
+
+template <class To, class From> SK_INLINE To bit_cast(const From& x) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast between different sizes");
+  To y;
+  __builtin_memcpy(&y, &x, sizeof(To));
+  return y;
+}
+
+// The value as stored: a product that goes through here is rounded before it is added to anything, not fused.
+template <class V> SK_INLINE V rounded(V v) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(v));
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(v));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(v));
+#endif
+  return v;
+}
+
+// ---- load: W elements of T, as accumulators -------------------------------------------------------------------------
+SK_INLINE vf32 load(const float* p) { vf32 v; __builtin_memcpy(&v, p, sizeof(v)); return v; }
+SK_INLINE vf64 load(const double* p) { vf64 v; __builtin_memcpy(&v, p, sizeof(v)); return v; }
+SK_INLINE vf32 load(const BFloat16* p) {
+  vu16 h;
+  __builtin_memcpy(&h, p, sizeof(h));
+  return bit_cast<vf32>(__builtin_convertvector(h, vu32) << 16);
+}
+SK_INLINE vf32 load(const Half* p) {
+#if defined(__AVX512F__)
+  return bit_cast<vf32>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
+  return bit_cast<vf32>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  // The exponent is moved by a multiplication, which also normalises subnormals; infinity and NaN keep all ones.
+  vu16 h16;
+  __builtin_memcpy(&h16, p, sizeof(h16));
+  const vu32 h = __builtin_convertvector(h16, vu32);
+  const vu32 magnitude = bit_cast<vu32>(bit_cast<vf32>((h & 0x7fffu) << 13) * 0x1p112f);
+  const vu32 special = bit_cast<vu32>((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+  return bit_cast<vf32>(magnitude | special | ((h & 0x8000u) << 16));
+#endif
+}
+
+// ---- store: round to nearest even ----------------------------------------------------------------------------------
+SK_INLINE void store(float* p, vf32 v) { __builtin_memcpy(p, &v, sizeof(v)); }
+SK_INLINE void store(double* p, vf64 v) { __builtin_memcpy(p, &v, sizeof(v)); }
+SK_INLINE void store(BFloat16* p, vf32 v) {
+  const vu32 u = bit_cast<vu32>(v);
+  const vu32 nan = bit_cast<vu32>(v != v);
+  const vu32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const vu16 h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vu16);
+  __builtin_memcpy(p, &h, sizeof(h));
+}
+SK_INLINE void store(Half* p, vf32 v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(bit_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+#else
+  const vu32 u = bit_cast<vu32>(v), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  const vu32 nan = bit_cast<vu32>(a > 0x7f800000u), overflow = bit_cast<vu32>(a >= 0x477ff000u);
+  const vu32 small = bit_cast<vu32>(a < 0x38800000u);
+  const vu32 normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
+  // Adding 0.5 aligns a subnormal's last bit with the sum's, so that the addition itself rounds.
+  const vu32 subnormal = bit_cast<vu32>(bit_cast<vf32>(a) + 0.5f) - 0x3f000000u;
+  vu32 r = (small & subnormal) | (~small & normal);
+  r = (overflow & 0x7c00u) | (~overflow & r);
+  r = (nan & 0x7e00u) | (~nan & r);
+  const vu16 h = __builtin_convertvector(r | sign, vu16);
+  __builtin_memcpy(p, &h, sizeof(h));
+#endif
+}
+
+// The first n < W elements; the other lanes are zero.
+template <class T> SK_INLINE Vec<acc_t<T>> load_partial(const T* p, int64_t n) {
+  T padded[W<acc_t<T>>] = {};
+  for (int64_t i = 0; i < n; ++i) padded[i] = p[i];
+  return load(padded);
+}
+template <class T> SK_INLINE void store_partial(T* p, Vec<acc_t<T>> v, int64_t n) {
+  T padded[W<acc_t<T>>];
+  store(padded, v);
+  for (int64_t i = 0; i < n; ++i) p[i] = padded[i];
+}
+template <class T> SK_INLINE Vec<acc_t<T>> load_upto(const T* p, int64_t n) {
+  return n >= W<acc_t<T>> ? load(p) : load_partial(p, n);
+}
+template <class T> SK_INLINE void store_upto(T* p, Vec<acc_t<T>> v, int64_t n) {
+  if (n >= W<acc_t<T>>) store(p, v); else store_partial(p, v, n);
+}
+// Zeroes the lanes from n on.
+template <class A> SK_INLINE Vec<A> keep_first(Vec<A> v, int64_t n) {
+  for (int i = 0; i < W<A>; ++i) v[i] = i < n ? v[i] : A(0);
+  return v;
+}
+
+// ---- reductions, in a fixed order ----------------------------------------------------------------------------------
+template <class A> SK_INLINE A sum_lanes(Vec<A> v) {
+  A lanes[W<A>];
+  store(lanes, v);
+  for (int step = W<A> / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+  return lanes[0];
+}
+template <class A> SK_INLINE A max_lanes(Vec<A> v) {
+  A m = v[0];
+  for (int i = 1; i < W<A>; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+template <class V> SK_INLINE V vmax(V a, V b) { return a > b ? a : b; }
+
+// ---- exp, sigmoid, tanh --------------------------------------------------------------------------------------------
+template <class A> struct ExpConstants;
+template <> struct ExpConstants<float> {
+  static constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f, shifter = 0x1.8p23f;
+  static constexpr float lowest = -87.33654f, highest = 88.72283f;  // exp is normal and finite between them
+  static constexpr int mantissa = 23, bias = 127;
+};
+template <> struct ExpConstants<double> {
+  static constexpr double ln2_high = 0x1.62e42feep-1, ln2_low = 0x1.a39ef35793c76p-33, shifter = 0x1.8p52;
+  static constexpr double lowest = -708.3964185322641, highest = 709.782712893384;
+  static constexpr int mantissa = 52, bias = 1023;
+};
+
+// x = n ln 2 + r with |r| <= ln 2 / 2; returns exp(r) - 1 with full relative accuracy, and 2^n through `scale`.
+// Taylor terms until they fall under half a unit in the last place: degree 7 in float, 13 in double.
+template <class A> SK_INLINE Vec<A> expm1_reduced(Vec<A> x, Vec<A>& scale) {
+  using C = ExpConstants<A>;
+  const Vec<A> shifted = x * A(1.4426950408889634) + C::shifter;
+  const Vec<A> n = shifted - C::shifter;
+  Vec<A> r = x - n * C::ln2_high;
+  r = r - n * C::ln2_low;
+  // The low bits of `shifted` hold n; n may be bias + 1 at the top end, where 2^n alone would overflow: see exp().
+  const IVec<A> exponent = bit_cast<IVec<A>>(shifted) + C::bias;
+  scale = bit_cast<Vec<A>>(exponent << C::mantissa);
+  Vec<A> p;
+  if constexpr (sizeof(A) == 4) {
+    p = broadcast<A>(A(1.0 / 5040));
+    p = p * r + A(1.0 / 720);
+    p = p * r + A(1.0 / 120);
+  } else {
+    p = broadcast<A>(A(1.0 / 6227020800.0));
+    p = p * r + A(1.0 / 479001600.0);
+    p = p * r + A(1.0 / 39916800.0);
+    p = p * r + A(1.0 / 3628800.0);
+    p = p * r + A(1.0 / 362880.0);
+    p = p * r + A(1.0 / 40320.0);
+    p = p * r + A(1.0 / 5040.0);
+    p = p * r + A(1.0 / 720.0);
+    p = p * r + A(1.0 / 120.0);
+  }
+  p = p * r + A(1.0 / 24);
+  p = p * r + A(1.0 / 6);
+  p = p * r + A(0.5);
+  return p * (r * r) + r;
+}
+
+// exp(x) for x <= 0, which is all that softmax and sigmoid need: under about 1 ulp; 0 below `lowest`, NaN for NaN.
+template <class A> SK_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
+  const Vec<A> lowest = broadcast<A>(ExpConstants<A>::lowest);
+  const Vec<A> clamped = x < lowest ? lowest : x;
+  Vec<A> scale;
+  const Vec<A> p = expm1_reduced<A>(clamped, scale);
+  return x < lowest ? Vec<A>{} : scale + scale * p;
+}
+
+// The larger half is computed from the smaller, so that both tails keep their relative accuracy.
+template <class A> SK_INLINE Vec<A> sigmoid(Vec<A> x) {
+  const Vec<A> e = exp_nonpositive<A>(x < 0 ? x : -x);
+  return (x < 0 ? e : broadcast<A>(1)) / (A(1) + e);
+}
+
+// tanh |x| = (exp(2|x|) - 1) / (exp(2|x|) + 1) with exp - 1 taken whole: no cancellation near zero, 1 from |x| = 20 on.
+template <class A> SK_INLINE Vec<A> tanh(Vec<A> x) {
+  const Vec<A> magnitude = x < 0 ? -x : x;
+  const Vec<A> top = broadcast<A>(20);
+  const Vec<A> clamped = magnitude > top ? top : magnitude;
+  Vec<A> scale;
+  const Vec<A> p = expm1_reduced<A>(clamped + clamped, scale);
+  const Vec<A> expm1 = scale * p + (scale - A(1));
+  const Vec<A> t = expm1 / (expm1 + A(2));
+  return x < 0 ? -t : t;
+}
+
+}}}  // namespace seqkern::SK_TIER::(anonymous)

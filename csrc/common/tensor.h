@@ -1,0 +1,75 @@
+// What the host side of every op needs from LibTorch's stable ABI: checks, dtypes, allocation.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "dtype.h"
+
+// The message names the argument, what came and what was expected. Callers of the Python API meet its checks first,
+// with ValueError and TypeError; these guard the pointers when an op is called directly.
+#define SK_CHECK(condition, ...) STD_TORCH_CHECK(condition, __VA_ARGS__)
+
+namespace seqkern {
+
+using torch::stable::Tensor;
+using torch::headeronly::ScalarType;
+
+inline Dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double: return Dtype::f64;
+    case ScalarType::Float: return Dtype::f32;
+    case ScalarType::BFloat16: return Dtype::bf16;
+    case ScalarType::Half: return Dtype::f16;
+    default: break;
+  }
+  SK_CHECK(false, op, ": ", argument, " must be float64, float32, bfloat16 or float16, got ScalarType ",
+           static_cast<int>(t.scalar_type()));
+}
+
+inline ScalarType acc_type(Dtype dtype) { return dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float; }
+
+// Sizes are non-negative and a tensor that exists fits memory, but a product of sizes of several tensors need not.
+inline int64_t checked_product(std::initializer_list<int64_t> factors, const char* op) {
+  int64_t product = 1;
+  for (int64_t f : factors) SK_CHECK(!__builtin_mul_overflow(product, f, &product), op, ": size overflows int64");
+  return product;
+}
+
+inline void check_dim(const Tensor& t, int64_t dim, const char* op, const char* argument) {
+  SK_CHECK(t.dim() == dim, op, ": ", argument, " must have ", dim, " dimensions, got ", t.dim());
+}
+inline void check_size(const Tensor& t, int64_t dim, int64_t size, const char* op, const char* argument) {
+  SK_CHECK(t.size(dim) == size, op, ": ", argument, " must have size ", size, " in dimension ", dim, ", got ", t.size(dim));
+}
+inline void check_type(const Tensor& t, ScalarType type, const char* op, const char* argument) {
+  SK_CHECK(t.scalar_type() == type, op, ": ", argument, " must have ScalarType ", static_cast<int>(type), ", got ",
+           static_cast<int>(t.scalar_type()));
+}
+inline void check_cpu(const Tensor& t, const char* op, const char* argument) {
+  SK_CHECK(t.is_cpu(), op, ": ", argument, " must be a CPU tensor like the first argument");
+}
+
+// Elements of the last dimension lie next to each other (or there is at most one).
+inline bool unit_last_stride(const Tensor& t) { return t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1; }
+// `t` itself when its last dimension is contiguous, otherwise a contiguous copy.
+inline Tensor with_unit_last_stride(const Tensor& t) { return unit_last_stride(t) ? t : torch::stable::contiguous(t); }
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+// Uninitialised memory on the device of `like`.
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
+}
+inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), type);
+}
+
+}  // namespace seqkern

@@ -1,0 +1,9 @@
+// What Python asks the library about itself: plain C functions, found with ctypes in the loaded extension.
+#include "cpu_isa.h"
+
+#define SK_EXPORT extern "C" __attribute__((visibility("default")))
+
+SK_EXPORT const char* seqkern_active_isa() { return seqkern::isa_name(seqkern::active_isa()); }
+SK_EXPORT const char* seqkern_best_isa() { return seqkern::isa_name(seqkern::best_isa()); }
+// 0 when the name is unknown or this machine lacks the tier; nothing changes then.
+SK_EXPORT int seqkern_set_isa(const char* name) { return seqkern::set_isa(name) ? 1 : 0; }

@@ -1,0 +1,33 @@
+// Every schema of the library, and nothing else. The kernels register themselves from their slices.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(seqkern, m) {
+  // attention: csrc/attention, kernels/attention.py, seqkern/ops/attention.py
+  m.def(
+      "attention_fwd(Tensor query, Tensor key, Tensor value, bool causal, int diagonal, float scale) "
+      "-> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+      "bool causal, int diagonal, float scale) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+
+  // layer_norm: csrc/layer_norm, kernels/layer_norm.py, seqkern/ops/layer_norm.py
+  m.def(
+      "layer_norm_fwd(Tensor input, Tensor? weight, Tensor? bias, float eps) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_bwd(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+      "bool need_weight, bool need_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
+  // rnn: csrc/rnn, kernels/rnn.py, seqkern/ops/rnn.py
+  m.def(
+      "lstm_fwd(Tensor input, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse) "
+      "-> (Tensor output, Tensor cells, Tensor gates)");
+  m.def(
+      "lstm_bwd(Tensor grad_output, Tensor grad_h_n, Tensor grad_c_n, Tensor input, Tensor h0, Tensor c0, Tensor w_ih, "
+      "Tensor w_hh, Tensor output, Tensor cells, Tensor gates, bool reverse, bool need_input, bool need_weights) "
+      "-> (Tensor grad_input, Tensor grad_h0, Tensor grad_c0, Tensor grad_w_ih, Tensor grad_w_hh, Tensor grad_bias)");
+  m.def("lstm_cell_fwd(Tensor gates, Tensor c) -> (Tensor h, Tensor c_new, Tensor activated)");
+  m.def(
+      "lstm_cell_bwd(Tensor grad_h, Tensor grad_c, Tensor activated, Tensor c, Tensor c_new) "
+      "-> (Tensor grad_gates, Tensor grad_c_prev)");
+}

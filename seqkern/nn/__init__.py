@@ -1,0 +1,5 @@
+"""Modules: torch.nn's own, with seqkern's kernels. Same constructor, same state_dict, same meaning."""
+
+from seqkern.nn.layer_norm import LayerNorm
+
+__all__ = ["LayerNorm"]

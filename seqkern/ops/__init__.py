@@ -1,0 +1,1 @@
+"""The functional API, one file an op: checks, autograd, fake kernels, batching rules and cost."""

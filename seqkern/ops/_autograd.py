@@ -1,0 +1,78 @@
+"""What the ops share: when autograd is needed, and higher derivatives from the reference.
+
+First derivatives come from kernels. Second ones and forward mode come from the equations: the reference is
+differentiated with torch.func, which can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one call: floating-point operations, and the fewest bytes that must cross memory."""
+
+    flops: int
+    bytes: int
+
+
+def transforms_active() -> bool:
+    """Whether forward-mode differentiation or a torch.func transform (grad, jvp, vmap, ...) is under way."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether reverse mode will ask for a gradient of one of the tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def gradients(function: Callable[..., Any], inputs: Sequence[Any], cotangents: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of function(*inputs) for the inputs that are tensors (None for the others), differentiable again.
+
+    `cotangents` has the shape of the function's result: a tensor or a tuple of them.
+    """
+    indices = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+
+    def of_tensors(*tensors: Tensor) -> Any:
+        arguments = list(inputs)
+        for i, tensor in zip(indices, tensors, strict=True):
+            arguments[i] = tensor
+        return function(*arguments)
+
+    _, pullback = torch.func.vjp(of_tensors, *(inputs[i] for i in indices))
+    result: list[Tensor | None] = [None] * len(inputs)
+    for i, grad in zip(indices, pullback(cotangents), strict=True):
+        result[i] = grad
+    return tuple(result)
+
+
+def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents: Sequence[Tensor | None]) -> Any:
+    """The tangent of function(*inputs) along `input_tangents`, None meaning zero: the Jacobian-vector product.
+
+    The pullback u -> J^T u is linear, so its own pullback is v -> J v. It holds inside every level of forward mode, where
+    torch.func.jvp may not be nested.
+    """
+    indices = [i for i, t in enumerate(input_tangents) if t is not None]
+
+    def of_tensors(*tensors: Tensor) -> Any:
+        arguments = list(inputs)
+        for i, tensor in zip(indices, tensors, strict=True):
+            arguments[i] = tensor
+        return function(*arguments)
+
+    output, pullback = torch.func.vjp(of_tensors, *(inputs[i] for i in indices))
+    zeros = torch.utils._pytree.tree_map(torch.zeros_like, output)
+    _, push = torch.func.vjp(pullback, zeros)
+    (result,) = push(tuple(input_tangents[i] for i in indices))
+    return result

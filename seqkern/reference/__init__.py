@@ -1,0 +1,5 @@
+"""The equations in plain PyTorch, one file an op: the executable specification and, in float64, the oracle of the tests."""
+
+from seqkern.reference.layer_norm import layer_norm
+
+__all__ = ["layer_norm"]

@@ -1,0 +1,202 @@
+"""Verification: the error rule, and every op run against the float64 oracle and against torch.
+
+The oracle is the reference in float64 on the same, already rounded, inputs. A result passes when
+
+    max|x - oracle| <= 2 * max|torch - oracle| + 2 * unit,    unit = max|(oracle + 0.3 - 0.3) - oracle| in the dtype,
+
+so that the bound scales with the problem and the dtype, and no tolerance is picked by hand. A few numbers can come
+through that sum unharmed by luck: the unit is never less than half a last place of the largest number.
+
+Example:
+    >>> import torch
+    >>> from seqkern.testing import verify
+    >>> all(report.passed for report in verify("layer_norm", torch.float32))
+    True
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import seqkern
+from seqkern import _library, reference
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """The error of one tensor beside torch's own: absolute maximum, the bound it must keep, and relative L2."""
+
+    error: float
+    torch_error: float
+    unit: float
+    bound: float
+    relative_l2: float
+    torch_relative_l2: float
+    passed: bool
+    name: str = ""
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        return (
+            f"{self.name or 'tensor'} {verdict}: error {self.error:.3g}, bound {self.bound:.3g} "
+            f"(torch {self.torch_error:.3g}, unit {self.unit:.3g}); "
+            f"relative L2 {self.relative_l2:.3g}, torch {self.torch_relative_l2:.3g}"
+        )
+
+
+def compare(actual: Tensor, torch_result: Tensor, oracle: Tensor, *, factor: float = 2.0, name: str = "") -> ErrorReport:
+    """Applies the error rule.
+
+    Args:
+        actual: the result under test; its dtype sets the unit.
+        torch_result: torch's result in the same dtype, same shape.
+        oracle: the float64 result, same shape. Where it is infinite or NaN, `actual` must be exactly that.
+        factor: how many times torch's error is allowed.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if not actual.shape == torch_result.shape == oracle.shape:
+        raise ValueError(f"shapes differ: {tuple(actual.shape)}, {tuple(torch_result.shape)}, {tuple(oracle.shape)}")
+    dtype = actual.dtype
+    actual, torch_result, oracle = (t.detach().cpu() for t in (actual, torch_result, oracle))
+    wide, theirs, oracle = actual.double(), torch_result.double(), oracle.double()
+    finite = oracle.isfinite()
+    same_elsewhere = bool(((wide == oracle) | (wide.isnan() & oracle.isnan()))[~finite].all())
+    exact, wide = oracle[finite], wide[finite]
+    # Where torch itself is not finite, it sets no standard.
+    theirs = torch.where(theirs[finite].isfinite(), theirs[finite], exact)
+
+    rounded = exact.to(dtype)
+    half_last_place = torch.finfo(dtype).eps / 2 * _max_abs(exact)
+    unit = max(_max_abs((rounded + 0.3 - 0.3).double() - rounded.double()), half_last_place)
+    error, torch_error = _max_abs(wide - exact), _max_abs(theirs - exact)
+    bound = factor * torch_error + 2 * unit
+    norm = exact.norm().item() or 1.0
+    return ErrorReport(
+        error=error,
+        torch_error=torch_error,
+        unit=unit,
+        bound=bound,
+        relative_l2=(wide - exact).norm().item() / norm,
+        torch_relative_l2=(theirs - exact).norm().item() / norm,
+        passed=same_elsewhere and error <= bound,  # a NaN error fails
+        name=name,
+    )
+
+
+def _max_abs(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op with inputs to run it on: the same call in seqkern, in torch and in the reference.
+
+    `inputs` makes the tensors, in float64; the functions take them by name and return a tensor or a tuple of tensors.
+    """
+
+    inputs: Callable[[torch.Generator], dict[str, Tensor]]
+    ours: Callable[..., Any]
+    torch: Callable[..., Any]
+    reference: Callable[..., Any]
+
+
+def run(
+    function: Callable[..., Any],
+    inputs: dict[str, Tensor],
+    cotangent_dtypes: Sequence[torch.dtype] | None = None,
+    cotangent_seed: int = 1,
+) -> dict[str, Tensor]:
+    """Outputs of function(**inputs) and the gradients of every input, for fixed random cotangents.
+
+    Cotangents are rounded to `cotangent_dtypes` (default: the outputs' own), so that a float64 run can use those of a
+    run in another dtype.
+    """
+    leaves = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in inputs.items()}
+    result = function(**leaves)
+    outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+    generator = torch.Generator().manual_seed(cotangent_seed)
+    cotangents = [
+        torch.randn(o.shape, dtype=torch.float64, generator=generator).to(dtype).to(o)
+        for o, dtype in zip(outputs, cotangent_dtypes or [o.dtype for o in outputs], strict=True)
+    ]
+    wanted = {name: t for name, t in leaves.items() if t.requires_grad}
+    grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+    tensors = {"output" if len(outputs) == 1 else f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    return tensors | {f"grad {name}": g for name, g in zip(wanted, grads, strict=True) if g is not None}
+
+
+def check_case(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> list[ErrorReport]:
+    """Runs a case in `dtype` under the backend in force: one report for every output and gradient."""
+    exact = case.inputs(torch.Generator().manual_seed(seed))
+    rounded = {name: t.to(dtype).to(device) for name, t in exact.items()}
+    ours = run(case.ours, rounded)
+    dtypes = [t.dtype for name, t in ours.items() if name.startswith("output")]
+    theirs = run(case.torch, rounded, dtypes)
+    oracle = run(case.reference, {name: t.double().cpu() for name, t in rounded.items()}, dtypes)
+    return [compare(ours[name], theirs[name], oracle[name], name=name) for name in oracle]
+
+
+def verify(
+    op: str, dtype: torch.dtype, *, backend: str = "auto", isa: str | None = None, device: str = "cpu"
+) -> list[ErrorReport]:
+    """Runs the standard case of `op` against the oracle and torch: one report for every output and gradient.
+
+    Args:
+        op: "attention", "layer_norm", "lstm" or "lstm_cell".
+        dtype: float64, float32, bfloat16 or float16.
+        backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
+        device: where to run seqkern and torch; the oracle runs on the CPU.
+
+    Raises:
+        ValueError: unknown op, backend or tier.
+    """
+    if op not in CASES:
+        raise ValueError(f"op must be one of {', '.join(CASES)}, got {op!r}")
+    tier = _library.use_cpu_isa(isa) if isa else contextlib.nullcontext()
+    with seqkern.use_backend(backend), tier:
+        return [replace(report, name=f"{op} {report.name}") for report in check_case(CASES[op], dtype, device=device)]
+
+
+@contextlib.contextmanager
+def poison() -> Iterator[None]:
+    """Fills every tensor that torch allocates uninitialised with NaN: an element that no kernel wrote shows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+# ---- the standard cases -------------------------------------------------------------------------------------------------
+
+
+def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * scale
+
+
+def layer_norm_case(rows: int = 130, columns: int = 257, *, mean: float = 0.0, std: float = 1.0) -> Case:
+    return Case(
+        inputs=lambda g: {
+            "input": _normal(g, rows, columns, scale=std) + mean,
+            "weight": _normal(g, columns),
+            "bias": _normal(g, columns),
+        },
+        ours=lambda input, weight, bias: seqkern.layer_norm(input, (columns,), weight, bias),
+        torch=lambda input, weight, bias: torch.nn.functional.layer_norm(input, (columns,), weight, bias),
+        reference=reference.layer_norm,
+    )
+
+
+CASES: dict[str, Case] = {"layer_norm": layer_norm_case()}

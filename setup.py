@@ -1,0 +1,110 @@
+"""Builds seqkern's one extension: C++ kernels for CPU behind the LibTorch stable ABI.
+
+torch.utils.cpp_extension is not used: the kernels are compiled once per instruction-set tier with different flags, and
+the binary must not depend on the torch, Python or CUDA version it was built with. Ninja does the incremental work.
+"""
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+CSRC = ROOT / "csrc"
+
+# The oldest torch whose stable ABI the binary needs: 2.10.
+TORCH_TARGET_VERSION = "0x020a000000000000"
+COMMON_FLAGS = [
+    "-std=gnu++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
+    "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unknown-pragmas",
+    "-Wno-psabi", "-Wno-unused-function",
+]  # fmt: skip
+X86_TIERS = {
+    "generic": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    # gcc 12 warns about its own avx512 intrinsics header.
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-Wno-maybe-uninitialized"],
+}
+TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+
+
+def torch_root() -> Path:
+    """Where torch is installed, without importing it (an import takes longer than an up-to-date build)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("seqkern needs torch at build time: install torch first, then build without build isolation")
+    return Path(spec.submodule_search_locations[0])
+
+
+class NinjaBuildExt(build_ext):
+    """Writes build.ninja and runs it; objects are kept, so only what changed is compiled again."""
+
+    def build_extension(self, ext: Extension) -> None:
+        output = Path(self.get_ext_fullpath(ext.name)).resolve()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        build_dir = (ROOT / "build" / "ninja").resolve()
+        build_dir.mkdir(parents=True, exist_ok=True)
+        text = ninja_file(output, torch_root())
+        path = build_dir / "build.ninja"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        import ninja
+
+        command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(build_dir)]
+        if jobs := os.environ.get("MAX_JOBS"):
+            command += ["-j", jobs]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+            raise SystemExit("seqkern: the C++ build failed, see the compiler's message above")
+
+
+def ninja_file(output: Path, torch_dir: Path) -> str:
+    include = torch_dir / "include"
+    host_flags = [
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+        f"-isystem {quote(include)}",
+        f"-isystem {quote(include / 'torch' / 'csrc' / 'api' / 'include')}",
+    ]
+    lines = [
+        f"cxx = {os.environ.get('CXX', 'g++')}",
+        f"flags = {' '.join(COMMON_FLAGS)} {os.environ.get('CXXFLAGS', '')}".rstrip(),
+        f"includes = -I{quote(CSRC)} -I{quote(CSRC / 'common')}",
+        "rule compile",
+        "  command = $cxx $flags $includes $extra -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = C++ $out",
+        "rule link",
+        f"  command = $cxx -shared $in -o $out -L{quote(torch_dir / 'lib')} -ltorch_cpu {os.environ.get('LDFLAGS', '')}",
+        "  description = link $out",
+    ]
+    objects = []
+    for source in sorted(CSRC.rglob("*.cpp")):
+        relative = source.relative_to(CSRC).with_suffix("")
+        if source.name.endswith("_cpu.cpp"):
+            units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in TIERS.items()]
+        else:
+            units = [(f"{relative}.o", host_flags)]
+        for name, flags in units:
+            lines += [f"build {name}: compile {quote(source)}", f"  extra = {' '.join(flags)}"]
+            objects.append(name)
+    lines += [f"build {quote(output)}: link {' '.join(objects)}", f"default {quote(output)}", ""]
+    return "\n".join(lines)
+
+
+def quote(path: Path) -> str:
+    """A path as ninja and the shell read it."""
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+setup(
+    # seqkern/kernels is a link to kernels/: installed as seqkern.kernels, never as a top-level package.
+    packages=[*find_packages(include=["seqkern", "seqkern.*"]), "seqkern.kernels"],
+    ext_modules=[Extension("seqkern._C", sources=[], py_limited_api=True)],
+    cmdclass={"build_ext": NinjaBuildExt},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,64 @@
+"""Fixtures that every op's tests share: dtypes, instruction-set tiers, poisoned memory, the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqkern import _library
+from seqkern.testing import ErrorReport, poison
+
+ROOT = Path(__file__).parent.parent
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=_library.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every tier that this machine can run, forced."""
+    with _library.use_cpu_isa(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A fixed seed, and uninitialised memory full of NaN."""
+    torch.manual_seed(0)
+    with poison():
+        yield
+
+
+@pytest.fixture
+def passes() -> Callable[[list[ErrorReport]], None]:
+    """Asserts that every report keeps its bound, and prints the ones that do not."""
+
+    def check(reports: list[ErrorReport]) -> None:
+        assert reports
+        failed = [str(report) for report in reports if not report.passed]
+        assert not failed, "\n".join(failed)
+
+    return check
+
+
+@pytest.fixture
+def interpreted() -> Callable[[str], None]:
+    """Runs Python source in a process where Triton kernels are interpreted on CPU tensors; fails when it does."""
+
+    def run(source: str) -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+        result = subprocess.run(
+            [sys.executable, "-c", source], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    return run
