@@ -1,5 +1,6 @@
 """The equations in plain PyTorch, one file an op: the executable specification and, in float64, the oracle of the tests."""
 
+from seqkern.reference.attention import attention
 from seqkern.reference.layer_norm import layer_norm
 
-__all__ = ["layer_norm"]
+__all__ = ["attention", "layer_norm"]

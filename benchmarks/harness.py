@@ -1,0 +1,164 @@
+"""Side-by-side timing: seqkern and its peers in one process, taking turns, after the result was checked.
+
+pytest-benchmark runs and stores. A round of a case is one timed call of every contestant, so that drift of the machine
+hits all alike (A B C A B C ...); what counts is the median of the round-by-round ratios. Before that the case passes the
+error rule: a wrong kernel has no speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from seqkern.ops._autograd import Cost
+from seqkern.testing import ErrorReport
+
+Thunk = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One measured case: the same work by seqkern and by each peer.
+
+    `gate` returns the error reports of the case; `cost` is the work of one call.
+    """
+
+    op: str
+    shape: str
+    mode: str  # "forward", "forward+backward"
+    dtype: torch.dtype
+    device: str
+    ours: Thunk
+    peers: dict[str, Thunk]
+    gate: Callable[[], Sequence[ErrorReport]]
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What this machine reaches: the rate of a large matrix product and the bandwidth of a large copy."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+    def seconds(self, cost: Cost) -> float:
+        """The least time that the work can take."""
+        return max(cost.flops / self.flops_per_second, cost.bytes / self.bytes_per_second)
+
+
+@functools.cache
+def roofline(dtype: torch.dtype, device: str) -> Roofline:
+    """Measured once a process: best of several, products of 2048 x 2048 (8192 on a GPU), copies of 256 MB."""
+    n = 8192 if device == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    source = torch.randn(2**26, device=device)
+    target = torch.empty_like(source)
+    product = min(seconds(lambda: a @ b, device) for _ in range(8))
+    copy = min(seconds(lambda: target.copy_(source), device) for _ in range(8))
+    return Roofline(2 * n**3 / product, 2 * source.nbytes / copy)
+
+
+def seconds(call: Thunk, device: str, calls: int = 1) -> float:
+    """Wall time of `calls` calls, the device idle before and after."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def forward_backward(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Thunk:
+    """A call of function(*inputs) and of its gradients for every input, with a fixed dense cotangent."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    with torch.no_grad():
+        cotangent = torch.randn_like(_first(function(*leaves)))
+
+    def call() -> Any:
+        return torch.autograd.grad(_first(function(*leaves)), leaves, cotangent)
+
+    return call
+
+
+def forward_only(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Thunk:
+    def call() -> Any:
+        with torch.no_grad():
+            return function(*inputs)
+
+    return call
+
+
+def _first(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds: int = 7) -> None:
+    """Checks the contest, times it for about `budget` seconds, and stores the result with the benchmark.
+
+    Raises:
+        AssertionError: the gate failed; nothing is timed.
+    """
+    failed = [str(report) for report in contest.gate() if not report.passed]
+    assert not failed, "wrong result, not timed:\n" + "\n".join(failed)
+
+    contestants = {"seqkern": contest.ours, **contest.peers}
+    for call in contestants.values():  # compile, allocate, warm the caches
+        call(), call()
+    slowest = max(seconds(call, contest.device) for call in contestants.values())
+    # Short calls are repeated inside a round until the clock's grain and the round's own cost do not show.
+    calls = max(1, min(1000, int(2e-3 / slowest)))
+    rounds = max(min_rounds, min(200, int(budget / (slowest * calls * len(contestants)))))
+    times: dict[str, list[float]] = {name: [] for name in contest.peers}
+
+    def peers() -> None:
+        for name, call in contest.peers.items():
+            times[name].append(seconds(call, contest.device, calls) / calls)
+        synchronize(contest.device)
+
+    def ours() -> None:
+        for _ in range(calls):
+            contest.ours()
+        synchronize(contest.device)
+
+    benchmark.pedantic(ours, setup=peers, rounds=rounds, iterations=1, warmup_rounds=0)
+    own = [t / calls for t in benchmark.stats.stats.data]
+    roof = roofline(contest.dtype, contest.device)
+    benchmark.extra_info.update(
+        op=contest.op,
+        shape=contest.shape,
+        mode=contest.mode,
+        dtype=str(contest.dtype).removeprefix("torch."),
+        device=contest.device,
+        threads=torch.get_num_threads(),
+        calls_per_round=calls,
+        milliseconds=statistics.median(own) * 1e3,
+        peers={name: _versus(own, theirs[-len(own) :]) for name, theirs in times.items()},
+        gflops_per_second=contest.cost.flops / statistics.median(own) / 1e9,
+        gbytes_per_second=contest.cost.bytes / statistics.median(own) / 1e9,
+        roofline_gflops_per_second=roof.flops_per_second / 1e9,
+        roofline_gbytes_per_second=roof.bytes_per_second / 1e9,
+        share_of_roofline=roof.seconds(contest.cost) / statistics.median(own),
+    )
+
+
+def _versus(own: list[float], theirs: list[float]) -> dict[str, float]:
+    """A peer's time, and how many times faster seqkern was: the median of the ratios, and their quartiles."""
+    ratios = [b / a for a, b in zip(own, theirs, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {
+        "milliseconds": statistics.median(theirs) * 1e3,
+        "speedup": statistics.median(ratios),
+        "speedup_low": low,
+        "speedup_high": high,
+    }

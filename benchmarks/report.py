@@ -1,0 +1,87 @@
+"""Tables and plots from the JSON that pytest-benchmark stores: `python -m benchmarks.report FILE.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def load(path: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The machine and the cases of a result file."""
+    stored = json.loads(path.read_text())
+    return stored["machine_info"]["seqkern"], [b["extra_info"] for b in stored["benchmarks"] if b["extra_info"]]
+
+
+def table(cases: list[dict[str, Any]]) -> Table:
+    peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
+    result = Table(caption="speedup: median of the round-by-round ratios, quartiles in brackets; above 1 seqkern is faster")
+    for column in ("op", "shape", "dtype", "mode"):
+        result.add_column(column, no_wrap=True)
+    for column in ("seqkern ms", *(f"vs {name}" for name in peers), "GFLOP/s", "GB/s", "of roofline"):
+        result.add_column(column, justify="right", no_wrap=True)
+    for case in cases:
+        result.add_row(
+            *(case[key] for key in ("op", "shape", "dtype", "mode")),
+            f"{case['milliseconds']:.3f}",
+            *(_versus(case["peers"].get(name)) for name in peers),
+            f"{case['gflops_per_second']:.1f}",
+            f"{case['gbytes_per_second']:.1f}",
+            f"{case['share_of_roofline']:.0%}",
+        )
+    return result
+
+
+def _versus(peer: dict[str, float] | None) -> str:
+    if peer is None:
+        return "-"
+    return f"{peer['speedup']:.2f}x [{peer['speedup_low']:.2f}, {peer['speedup_high']:.2f}]"
+
+
+def plot(machine: dict[str, str], cases: list[dict[str, Any]], path: Path) -> None:
+    """Speedup over every peer, one row a case, as an image in the format of the path's ending."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = [f"{c['op']} {c['shape']} {c['dtype']} {c['mode']}" for c in cases]
+    peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.3 * len(cases)), layout="constrained")
+    for offset, name in enumerate(peers):
+        rows = [(i, c["peers"][name]) for i, c in enumerate(cases) if name in c["peers"]]
+        x = [p["speedup"] for _, p in rows]
+        spread = [[p["speedup"] - p["speedup_low"] for _, p in rows], [p["speedup_high"] - p["speedup"] for _, p in rows]]
+        axes.errorbar(x, [i + 0.15 * offset for i, _ in rows], xerr=spread, fmt="o", markersize=4, label=f"vs {name}")
+    axes.axvline(1, color="grey", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(cases)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("times faster than the peer (log scale)")
+    axes.set_title(f"{machine.get('cuda:0', machine['processor'])}, torch {machine['torch']}", fontsize=9)
+    axes.legend(fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="a JSON file written by `python -m benchmarks`")
+    parser.add_argument("--plot", type=Path, help="also draw the speedups into this file (.png, .svg, .pdf)")
+    arguments = parser.parse_args()
+    machine, cases = load(arguments.file)
+    console = Console(width=None if Console().is_terminal else 180)
+    for label, value in machine.items():
+        console.print(f"[bold]{label}[/bold]  {value}", highlight=False)
+    console.print(table(cases))
+    if arguments.plot:
+        plot(machine, cases, arguments.plot)
+        console.print(f"plot: {arguments.plot}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

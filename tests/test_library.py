@@ -1,0 +1,164 @@
+"""Backends, tiers and explanations; the error rule itself; the documentation's examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import seqkern
+from seqkern import _library
+from seqkern.testing import compare, poison, verify
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---- backends and tiers -------------------------------------------------------------------------------------------------
+
+
+def test_use_backend_ends_with_its_block():
+    before = _library._backend
+    with pytest.raises(RuntimeError, match="inside"), seqkern.use_backend("reference"):
+        assert _library._backend == "reference"
+        raise RuntimeError("inside")
+    assert _library._backend == before
+
+
+def test_unknown_names_raise():
+    with pytest.raises(ValueError, match="backend must be one of auto, .*got 'fast'"), seqkern.use_backend("fast"):
+        pass
+    with pytest.raises(ValueError, match="isa must be one of generic, .*got 'sse9'"), _library.use_cpu_isa("sse9"):
+        pass
+    with pytest.raises(ValueError, match="op must be one of .*got 'conv'"):
+        seqkern.explain("conv")
+
+
+def test_a_tier_the_machine_lacks_raises(monkeypatch):
+    class OldMachine:
+        seqkern_set_isa = staticmethod(lambda name: 0)
+        seqkern_active_isa = seqkern_best_isa = staticmethod(lambda: b"generic")
+
+    monkeypatch.setattr(_library, "_extension", OldMachine)
+    with pytest.raises(ValueError, match="'avx512', which this machine cannot run: it has generic"):
+        _library._set_cpu_isa("avx512", "isa")
+
+
+def test_tiers_really_differ():
+    """If forcing a tier did nothing, every tier would give the same bits."""
+    x = torch.randn(64, 1000)
+    results = {}
+    for isa in _library.available_isas():
+        with _library.use_cpu_isa(isa):
+            assert _library.cpu_isa() == isa
+            results[isa] = seqkern.layer_norm(x, (1000,))
+    first, *others = results.values()
+    assert all(not torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("op", _library.FUNCTIONS)
+def test_explain(op):
+    choice = seqkern.explain(op, torch.randn(2, 3, 4, 8))
+    assert (choice.backend, choice.kernel) == ("cpu", f"C++ {_library.cpu_isa()}")
+    assert str(choice).startswith(f"{op}: C++")
+    with seqkern.use_backend("reference"):
+        assert seqkern.explain(op).kernel.startswith("seqkern.reference.")
+    with _library.use_cpu_isa("generic"):
+        assert "generic" in str(seqkern.explain(op))
+
+
+def test_explain_tells_of_a_copy():
+    assert "copied" in str(seqkern.explain("layer_norm", torch.randn(4, 8).t()))
+
+
+def test_command_line_names_every_op():
+    output = subprocess.run(
+        [sys.executable, "-m", "seqkern"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for op in _library.FUNCTIONS:
+        assert re.search(rf"^{op}: ", output, re.MULTILINE)
+    assert torch.__version__ in output
+
+
+# ---- the error rule -----------------------------------------------------------------------------------------------------
+
+
+def test_rule_accepts_what_torch_achieves_and_rejects_worse():
+    oracle = torch.randn(1000, dtype=torch.float64)
+    rounded = oracle.float()
+    assert compare(rounded, rounded, oracle).passed
+    off = rounded.clone()
+    off[500] += 1e-5
+    assert not compare(off, rounded, oracle).passed
+    assert compare(off, off, oracle).passed
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_rule_rejects_numbers_that_are_none(wrong):
+    oracle = torch.randn(10, dtype=torch.float64)
+    actual = oracle.float()
+    actual[3] = wrong
+    assert not compare(actual, oracle.float(), oracle).passed
+
+
+def test_rule_wants_infinities_where_the_oracle_has_them():
+    oracle = torch.tensor([1.0, float("-inf")], dtype=torch.float64)
+    assert compare(oracle.float(), oracle.float(), oracle).passed
+    assert not compare(torch.tensor([1.0, -3e38]), oracle.float(), oracle).passed
+    assert not compare(torch.tensor([1.0, float("nan")]), oracle.float(), oracle).passed
+
+
+def test_rule_wants_equal_shapes():
+    with pytest.raises(ValueError, match="shapes differ"):
+        compare(torch.ones(1), torch.ones(2), torch.ones(2, dtype=torch.float64))
+
+
+def test_poison_fills_new_memory():
+    with poison():
+        assert torch.empty(1000).isnan().all()
+
+
+@pytest.mark.parametrize("op", seqkern.testing.CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_standard_cases_pass(op, dtype, passes):
+    passes(verify(op, dtype))
+
+
+def test_verify_rejects_unknown_ops():
+    with pytest.raises(ValueError, match="op must be one of"):
+        verify("conv", torch.float32)
+
+
+# ---- documentation ------------------------------------------------------------------------------------------------------
+
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(seqkern.__path__, "seqkern.")
+    if not name.startswith("seqkern.kernels") and name not in ("seqkern.__main__", "seqkern._C")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
+
+
+def test_readme_examples_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("name", seqkern.__all__)
+def test_public_functions_are_documented(name):
+    member = getattr(seqkern, name)
+    if callable(member):
+        assert "Raises:" in member.__doc__
+        assert "Example:" in member.__doc__

@@ -1,0 +1,156 @@
+"""What is shipped: complete slices, tiers that cannot leak into each other, one wheel that imports elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqkern import _library
+
+ROOT = Path(__file__).parent.parent
+EXTENSION = ROOT / "seqkern" / "_C.abi3.so"
+
+
+def call(*command, **options):
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+# ---- one op, one slice --------------------------------------------------------------------------------------------------
+
+
+def test_every_schema_belongs_to_a_slice():
+    declared = re.findall(r'"(\w+)\(', (ROOT / "csrc" / "ops.cpp").read_text())
+    assert set(declared) == set(_library.SLICES)
+
+
+@pytest.mark.parametrize("name", sorted(set(_library.SLICES.values())))
+def test_slice_is_complete(name):
+    for path in (
+        f"csrc/{name}/{name}.h",
+        f"csrc/{name}/{name}.cpp",
+        f"csrc/{name}/{name}_cpu.cpp",
+        f"kernels/{name}.py",
+        f"seqkern/reference/{name}.py",
+        f"seqkern/ops/{name}.py",
+        f"tests/test_{name}.py",
+        f"benchmarks/bench_{name}.py",
+    ):
+        assert (ROOT / path).is_file(), f"slice {name} lacks {path}"
+
+
+@pytest.mark.parametrize("name", sorted(_library.SLICES))
+def test_every_op_has_a_cpu_and_a_fake_kernel(name):
+    for key in ("CPU", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"seqkern::{name}", key), key
+
+
+def test_references_are_short():
+    for path in (ROOT / "seqkern" / "reference").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 60, f"{path.name} is a specification: keep it under 60 lines"
+
+
+# ---- the binary ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", _library.ISAS)
+def test_tiers_define_nothing_outside_their_namespace(tier):
+    """A shared inline function compiled for AVX-512 could be the one the linker keeps: an illegal instruction elsewhere."""
+    objects = sorted((ROOT / "build" / "ninja").glob(f"*/*_cpu.{tier}.o"))
+    if not objects and sysconfig.get_platform().endswith(("x86_64", "amd64")):
+        pytest.fail("no objects: build with `make build` first")
+    for path in objects:
+        symbols = [line.split(" ", 2)[1:] for line in call("nm", "-C", "--defined-only", path).splitlines()]
+        shared = [name for kind, name in symbols if kind in "TDBRVWu" and not name.startswith(f"seqkern::{tier}::")]
+        assert not shared, f"{path.name} defines {shared}"
+
+
+def test_binary_keeps_to_the_stable_abi():
+    audit = Path(sysconfig.get_path("scripts")) / "torch-abi-audit"
+    (library,) = json.loads(call(audit, "--json", EXTENSION))["bundled_libs"]
+    torch_abi = library["torch"]
+    assert torch_abi["uses_torch"]
+    assert torch_abi["stable"], torch_abi["unstable_symbols"]
+    assert torch_abi["min_torch_version"] == "2.10.0"
+    assert not torch_abi["unknown_shim_symbols"]
+
+
+def test_needs_no_more_than_torch_and_the_system():
+    needed = re.findall(r"NEEDED\s+(\S+)", call("objdump", "-p", EXTENSION))
+    assert set(needed) <= {"libtorch_cpu.so", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    call(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_is_small_and_for_every_python(wheel):
+    assert "-cp310-abi3-" in wheel.name
+    assert wheel.stat().st_size < 10e6
+    files = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in files}
+    assert tops == {"seqkern", next(t for t in tops if t.endswith(".dist-info"))}, "nothing but seqkern at the top level"
+    assert {"seqkern/_C.abi3.so", "seqkern/kernels/layer_norm.py"} <= set(files)
+
+
+def test_wheel_imports_in_another_environment(wheel, tmp_path):
+    """A new virtual environment that sees this one's torch, and seqkern from the wheel alone."""
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    site = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    program = """
+import seqkern, torch
+assert "env" in seqkern.__file__, seqkern.__file__
+x = torch.randn(4, 8)
+torch.testing.assert_close(seqkern.layer_norm(x, (8,)), torch.nn.functional.layer_norm(x, (8,)))
+try:
+    import kernels
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError(f"{kernels} must not be importable")
+"""
+    call(python, "-I", "-c", program, cwd=tmp_path)
+
+
+# ---- import -------------------------------------------------------------------------------------------------------------
+
+
+def test_import_brings_torch_alone():
+    program = "import torch, sys; before = set(sys.modules); import seqkern; print(*(set(sys.modules) - before))"
+    new = {name.split(".")[0] for name in call(sys.executable, "-c", program, cwd=ROOT).split()}
+    assert not new & {"triton", "numpy", "matplotlib", "rich", "jinja2", "psutil", "transformers"}
+
+
+def test_tier_and_backend_from_the_environment():
+    program = "from seqkern import _library; print(_library.cpu_isa(), _library._backend)"
+    environment = os.environ | {"SEQKERN_CPU_ISA": "generic", "SEQKERN_BACKEND": "reference"}
+    assert call(sys.executable, "-c", program, cwd=ROOT, env=environment).split() == ["generic", "reference"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("SEQKERN_CPU_ISA", "sse9"), ("SEQKERN_BACKEND", "fast")])
+def test_wrong_environment_raises_at_import(variable, value):
+    result = subprocess.run(
+        [sys.executable, "-c", "import seqkern"],
+        env=os.environ | {variable: value}, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert f"ValueError: {variable} must be one of" in result.stderr
+    assert f"got '{value}'" in result.stderr
