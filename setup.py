@@ -72,6 +72,7 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = {' '.join(COMMON_FLAGS)} {os.environ.get('CXXFLAGS', '')}".rstrip(),
+        f"ldflags = {os.environ.get('LDFLAGS', '')}".rstrip(),
         f"includes = -I{quote(CSRC)} -I{quote(CSRC / 'common')}",
         "rule compile",
         "  command = $cxx $flags $includes $extra -MMD -MF $out.d -c $in -o $out",
@@ -79,7 +80,7 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         "  deps = gcc",
         "  description = C++ $out",
         "rule link",
-        f"  command = $cxx -shared $in -o $out -L{quote(torch_dir / 'lib')} -ltorch_cpu {os.environ.get('LDFLAGS', '')}",
+        f"  command = $cxx -shared $in -o $out -L{quote(torch_dir / 'lib')} -ltorch_cpu $ldflags",
         "  description = link $out",
     ]
     objects = []

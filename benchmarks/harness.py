@@ -1,8 +1,8 @@
 """Side-by-side timing: seqkern and its peers in one process, taking turns, after the result was checked.
 
-pytest-benchmark runs and stores. A round of a case is one timed call of every contestant, so that drift of the machine
-hits all alike (A B C A B C ...); what counts is the median of the round-by-round ratios. Before that the case passes the
-error rule: a wrong kernel has no speed.
+pytest-benchmark runs and stores. A round of a case is one timed call of every contestant, so that drift of the
+machine hits all alike (A B C A B C ...); what counts is the median of the round-by-round ratios. Before that the case
+passes the error rule: a wrong kernel has no speed.
 """
 
 from __future__ import annotations

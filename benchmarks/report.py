@@ -19,7 +19,7 @@ def load(path: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
 
 def table(cases: list[dict[str, Any]]) -> Table:
     peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
-    result = Table(caption="speedup: median of the round-by-round ratios, quartiles in brackets; above 1 seqkern is faster")
+    result = Table(caption="speedup: median of the round-by-round ratios [quartiles]; above 1 seqkern is faster")
     for column in ("op", "shape", "dtype", "mode"):
         result.add_column(column, no_wrap=True)
     for column in ("seqkern ms", *(f"vs {name}" for name in peers), "GFLOP/s", "GB/s", "of roofline"):
@@ -55,7 +55,10 @@ def plot(machine: dict[str, str], cases: list[dict[str, Any]], path: Path) -> No
     for offset, name in enumerate(peers):
         rows = [(i, c["peers"][name]) for i, c in enumerate(cases) if name in c["peers"]]
         x = [p["speedup"] for _, p in rows]
-        spread = [[p["speedup"] - p["speedup_low"] for _, p in rows], [p["speedup_high"] - p["speedup"] for _, p in rows]]
+        spread = [
+            [p["speedup"] - p["speedup_low"] for _, p in rows],
+            [p["speedup_high"] - p["speedup"] for _, p in rows],
+        ]
         axes.errorbar(x, [i + 0.15 * offset for i, _ in rows], xerr=spread, fmt="o", markersize=4, label=f"vs {name}")
     axes.axvline(1, color="grey", linewidth=1)
     axes.set_xscale("log")

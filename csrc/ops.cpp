@@ -4,11 +4,12 @@
 STABLE_TORCH_LIBRARY(seqkern, m) {
   // attention: csrc/attention, kernels/attention.py, seqkern/ops/attention.py
   m.def(
-      "attention_fwd(Tensor query, Tensor key, Tensor value, bool causal, int diagonal, float scale) "
+      "attention_fwd(Tensor query, Tensor key, Tensor value, bool causal, SymInt diagonal, float scale) "
       "-> (Tensor out, Tensor lse)");
   m.def(
-      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-      "bool causal, int diagonal, float scale) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
+      "lse, "
+      "bool causal, SymInt diagonal, float scale) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // layer_norm: csrc/layer_norm, kernels/layer_norm.py, seqkern/ops/layer_norm.py
   m.def(
@@ -20,7 +21,8 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
 
   // rnn: csrc/rnn, kernels/rnn.py, seqkern/ops/rnn.py
   m.def(
-      "lstm_fwd(Tensor input, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool reverse) "
+      "lstm_fwd(Tensor input, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool "
+      "reverse) "
       "-> (Tensor output, Tensor cells, Tensor gates)");
   m.def(
       "lstm_bwd(Tensor grad_output, Tensor grad_h_n, Tensor grad_c_n, Tensor input, Tensor h0, Tensor c0, Tensor w_ih, "

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -64,7 +65,7 @@ _extension = _load()
 _OPS: dict[str, Any] = {name: getattr(torch.ops.seqkern, name).default for name in SLICES}
 
 
-# ---- instruction-set tier of the CPU kernels --------------------------------------------------------------------------
+# ---- instruction-set tier of the CPU kernels ----------------------------------------------------------------------
 
 
 def cpu_isa() -> str:
@@ -95,7 +96,7 @@ def use_cpu_isa(name: str) -> Iterator[None]:
         _set_cpu_isa(previous, "isa")
 
 
-# ---- backend ----------------------------------------------------------------------------------------------------------
+# ---- backend ------------------------------------------------------------------------------------------------------
 
 _backend = "auto"
 
@@ -199,7 +200,7 @@ def _register_triton() -> torch.library.Library | None:
 _triton_library = _register_triton()
 
 
-# ---- explanation ------------------------------------------------------------------------------------------------------
+# ---- explanation --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     accumulate = "float64" if tensor.dtype == torch.float64 else "float32"
     copied = [i for i, t in enumerate(tensors) if t.dim() and t.size(-1) > 1 and t.stride(-1) != 1]
     note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""
-    return Choice(op, backend, f"C++ {isa}", f"{asked or 'CPU tensors run the C++ kernels'}; {isa} is {tier}; accumulates in {accumulate}{note}")
+    reason = f"{asked or 'CPU tensors run the C++ kernels'}; {isa} is {tier}; accumulates in {accumulate}{note}"
+    return Choice(op, backend, f"C++ {isa}", reason)
 
 
 def describe_machine() -> list[tuple[str, str]]:
@@ -256,7 +258,10 @@ def describe_machine() -> list[tuple[str, str]]:
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
         ("backend", _backend),
         ("torch", torch.__version__),
-        ("triton", importlib.import_module("importlib.metadata").version("triton") if has_triton() else "not installed"),
+        (
+            "triton",
+            importlib.metadata.version("triton") if has_triton() else "not installed",
+        ),
         ("python", platform.python_version()),
     ]
     if torch.cuda.is_available():

@@ -50,7 +50,9 @@ class ErrorReport:
         )
 
 
-def compare(actual: Tensor, torch_result: Tensor, oracle: Tensor, *, factor: float = 2.0, name: str = "") -> ErrorReport:
+def compare(
+    actual: Tensor, torch_result: Tensor, oracle: Tensor, *, factor: float = 2.0, name: str = ""
+) -> ErrorReport:
     """Applies the error rule.
 
     Args:
@@ -169,17 +171,18 @@ def verify(
 def poison() -> Iterator[None]:
     """Fills every tensor that torch allocates uninitialised with NaN: an element that no kernel wrote shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
-# ---- the standard cases -------------------------------------------------------------------------------------------------
+# ---- the standard cases -------------------------------------------------------------------------------------------
 
 
 def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:

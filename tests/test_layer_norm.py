@@ -19,10 +19,11 @@ def parameters(columns, dtype=torch.float64, **options):
     return [torch.randn(columns, dtype=dtype, **options) for _ in range(2)]
 
 
-# ---- accuracy -----------------------------------------------------------------------------------------------------------
+# ---- accuracy -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(r, c) for r in (1, 65) for c in (1, 3, 17, 63, 65, 127, 257)] + [(3, 1024)])
+@pytest.mark.parametrize("columns", [1, 3, 17, 63, 65, 127, 257, 1024])
+@pytest.mark.parametrize("rows", [1, 65])
 def test_error_rule(rows, columns, dtype, isa, passes):
     passes(check_case(layer_norm_case(rows, columns), dtype))
 
@@ -75,7 +76,7 @@ with poison(), seqkern.use_backend("triton"):
     )
 
 
-# ---- layouts ------------------------------------------------------------------------------------------------------------
+# ---- layouts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0), (2, 0, 5)])
@@ -144,7 +145,7 @@ def test_parameters_in_another_dtype(isa):
     assert torch.equal(output, exact.to(torch.bfloat16))
 
 
-# ---- determinism --------------------------------------------------------------------------------------------------------
+# ---- determinism --------------------------------------------------------------------------------------------------
 
 
 def test_same_bits_on_any_number_of_threads(isa):
@@ -172,7 +173,7 @@ def test_a_row_does_not_see_the_batch(isa):
     assert torch.equal(seqkern.layer_norm(x, (130,))[17:18], seqkern.layer_norm(x[17:18], (130,)))
 
 
-# ---- derivatives --------------------------------------------------------------------------------------------------------
+# ---- derivatives --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -217,7 +218,7 @@ def test_functional_transforms():
         torch.testing.assert_close(transform(ours)(x, weight, bias), transform(theirs)(x, weight, bias))
 
 
-# ---- torch's machinery --------------------------------------------------------------------------------------------------
+# ---- torch's machinery --------------------------------------------------------------------------------------------
 
 OPCHECK_INPUTS = {
     "contiguous": lambda: torch.randn(3, 7),
@@ -245,9 +246,7 @@ def test_compile_fullgraph(dynamic):
     output = compiled(*inputs)
     expected = seqkern.layer_norm(inputs[0], (7,), *inputs[1:]).sin()
     torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(output.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)
-    )
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
 
 
 def test_export_keeps_one_node():
@@ -293,7 +292,7 @@ def test_inputs_are_not_modified_and_every_output_is_written(isa, dtype):
     assert all(torch.equal(before[k], inputs[k]) for k in inputs)
 
 
-# ---- backends and errors ------------------------------------------------------------------------------------------------
+# ---- backends and errors ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])

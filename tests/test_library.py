@@ -20,7 +20,7 @@ from seqkern.testing import compare, poison, verify
 ROOT = Path(__file__).parent.parent
 
 
-# ---- backends and tiers -------------------------------------------------------------------------------------------------
+# ---- backends and tiers -------------------------------------------------------------------------------------------
 
 
 def test_use_backend_ends_with_its_block():
@@ -86,7 +86,7 @@ def test_command_line_names_every_op():
     assert torch.__version__ in output
 
 
-# ---- the error rule -----------------------------------------------------------------------------------------------------
+# ---- the error rule -----------------------------------------------------------------------------------------------
 
 
 def test_rule_accepts_what_torch_achieves_and_rejects_worse():
@@ -135,7 +135,7 @@ def test_verify_rejects_unknown_ops():
         verify("conv", torch.float32)
 
 
-# ---- documentation ------------------------------------------------------------------------------------------------------
+# ---- documentation ------------------------------------------------------------------------------------------------
 
 MODULES = [
     name

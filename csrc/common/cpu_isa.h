@@ -25,19 +25,27 @@ bool set_isa(const char* name);
 
 // Declares `name` in every tier's namespace and a function `name()` that returns the active tier's table.
 #if SK_X86_TIERS
-#define SK_DECLARE_KERNEL_TABLE(Table, name)                                     \
-  namespace generic { extern const Table name; }                                 \
-  namespace avx2 { extern const Table name; }                                    \
-  namespace avx512 { extern const Table name; }                                  \
-  inline const Table& name() {                                                   \
-    switch (active_isa()) {                                                      \
-      case Isa::avx512: return avx512::name;                                     \
-      case Isa::avx2: return avx2::name;                                         \
-      default: return generic::name;                                             \
-    }                                                                            \
+#define SK_DECLARE_KERNEL_TABLE(Table, name) \
+  namespace generic {                        \
+  extern const Table name;                   \
+  }                                          \
+  namespace avx2 {                           \
+  extern const Table name;                   \
+  }                                          \
+  namespace avx512 {                         \
+  extern const Table name;                   \
+  }                                          \
+  inline const Table& name() {               \
+    switch (active_isa()) {                  \
+      case Isa::avx512: return avx512::name; \
+      case Isa::avx2: return avx2::name;     \
+      default: return generic::name;         \
+    }                                        \
   }
 #else
-#define SK_DECLARE_KERNEL_TABLE(Table, name)     \
-  namespace generic { extern const Table name; } \
+#define SK_DECLARE_KERNEL_TABLE(Table, name) \
+  namespace generic {                        \
+  extern const Table name;                   \
+  }                                          \
   inline const Table& name() { return generic::name; }
 #endif

@@ -7,23 +7,46 @@ namespace seqkern {
 
 enum class Dtype : int { f64 = 0, f32 = 1, bf16 = 2, f16 = 3 };
 
-struct BFloat16 { uint16_t bits; };
-struct Half { uint16_t bits; };
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
 
 // The type that statistics, softmax, cell state and accumulators are kept in.
-template <class T> struct AccOf { using type = float; };
-template <> struct AccOf<double> { using type = double; };
-template <class T> using acc_t = typename AccOf<T>::type;
+template <class T>
+struct AccOf {
+  using type = float;
+};
+template <>
+struct AccOf<double> {
+  using type = double;
+};
+template <class T>
+using acc_t = typename AccOf<T>::type;
 
 }  // namespace seqkern
 
 // Runs a statement with `T` bound to the element type of `dtype`.
-#define SK_DISPATCH(dtype, ...)                                        \
-  do {                                                                 \
-    switch (dtype) {                                                   \
-      case ::seqkern::Dtype::f64: { using T = double; __VA_ARGS__; } break;              \
-      case ::seqkern::Dtype::f32: { using T = float; __VA_ARGS__; } break;               \
-      case ::seqkern::Dtype::bf16: { using T = ::seqkern::BFloat16; __VA_ARGS__; } break; \
-      case ::seqkern::Dtype::f16: { using T = ::seqkern::Half; __VA_ARGS__; } break;     \
-    }                                                                  \
+#define SK_DISPATCH(dtype, ...)        \
+  do {                                 \
+    switch (dtype) {                   \
+      case ::seqkern::Dtype::f64: {    \
+        using T = double;              \
+        __VA_ARGS__;                   \
+      } break;                         \
+      case ::seqkern::Dtype::f32: {    \
+        using T = float;               \
+        __VA_ARGS__;                   \
+      } break;                         \
+      case ::seqkern::Dtype::bf16: {   \
+        using T = ::seqkern::BFloat16; \
+        __VA_ARGS__;                   \
+      } break;                         \
+      case ::seqkern::Dtype::f16: {    \
+        using T = ::seqkern::Half;     \
+        __VA_ARGS__;                   \
+      } break;                         \
+    }                                  \
   } while (0)

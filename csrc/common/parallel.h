@@ -30,8 +30,8 @@ inline int64_t worker_count(int64_t items) {
   return std::max<int64_t>(1, std::min<int64_t>(items, torch::stable::get_num_threads()));
 }
 
-// Calls worker(queue, index) for index in [0, worker_count(items)): in parallel where torch grants the threads, one after
-// the other where it does not (inside another parallel region), so workers must never wait for each other.
+// Calls worker(queue, index) for index in [0, worker_count(items)): in parallel where torch grants the threads, one
+// after the other where it does not (inside another parallel region), so workers must never wait for each other.
 template <class Worker>
 void parallel_workers(int64_t items, const Worker& worker) {
   if (items <= 0) return;

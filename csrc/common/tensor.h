@@ -20,8 +20,8 @@
 
 namespace seqkern {
 
-using torch::stable::Tensor;
 using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 inline Dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
   switch (t.scalar_type()) {
@@ -48,7 +48,8 @@ inline void check_dim(const Tensor& t, int64_t dim, const char* op, const char* 
   SK_CHECK(t.dim() == dim, op, ": ", argument, " must have ", dim, " dimensions, got ", t.dim());
 }
 inline void check_size(const Tensor& t, int64_t dim, int64_t size, const char* op, const char* argument) {
-  SK_CHECK(t.size(dim) == size, op, ": ", argument, " must have size ", size, " in dimension ", dim, ", got ", t.size(dim));
+  SK_CHECK(t.size(dim) == size, op, ": ", argument, " must have size ", size, " in dimension ", dim, ", got ",
+           t.size(dim));
 }
 inline void check_type(const Tensor& t, ScalarType type, const char* op, const char* argument) {
   SK_CHECK(t.scalar_type() == type, op, ": ", argument, " must have ScalarType ", static_cast<int>(type), ", got ",
@@ -59,7 +60,9 @@ inline void check_cpu(const Tensor& t, const char* op, const char* argument) {
 }
 
 // Elements of the last dimension lie next to each other (or there is at most one).
-inline bool unit_last_stride(const Tensor& t) { return t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1; }
+inline bool unit_last_stride(const Tensor& t) {
+  return t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1;
+}
 // `t` itself when its last dimension is contiguous, otherwise a contiguous copy.
 inline Tensor with_unit_last_stride(const Tensor& t) { return unit_last_stride(t) ? t : torch::stable::contiguous(t); }
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }

@@ -13,13 +13,14 @@
 // chunks of rows whose number depends on the shape alone, then over the chunks in order: the same bits on any number of
 // threads.
 //
-// Tried and lost: Welford's update (one pass, but a division and a dependent chain per vector), and summing x and x^2 in
-// one pass (cancels as soon as the mean outgrows the spread).
+// Tried and lost: Welford's update (one pass, but a division and a dependent chain per vector), and summing x and x^2
+// in one pass (cancels as soon as the mean outgrows the spread).
 #include "layer_norm.h"
-
 #include "simd.h"
 
-namespace seqkern { namespace SK_TIER { namespace {
+namespace seqkern {
+namespace SK_TIER {
+namespace {
 
 constexpr int kUnroll = 4;  // independent sums, to cover the latency of the addition
 
@@ -33,7 +34,8 @@ SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail) 
   if (c < columns) tail(c, columns - c);
 }
 
-template <class A> struct Sum {
+template <class A>
+struct Sum {
   Vec<A> part[kUnroll] = {};
   SK_INLINE A total() const {
     Vec<A> v = part[0];
@@ -74,7 +76,8 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
     const A shift = first.total() / A(columns);
     const A mean_square = second.total() / A(columns) - shift * shift;
     const A variance = mean_square < 0 ? A(0) : mean_square;
-    const A rstd = A(1) / (sizeof(A) == 8 ? A(__builtin_sqrt(variance + p.eps)) : A(__builtin_sqrtf(variance + A(p.eps))));
+    const A rstd =
+        A(1) / (sizeof(A) == 8 ? A(__builtin_sqrt(variance + p.eps)) : A(__builtin_sqrtf(variance + A(p.eps))));
 
     const auto normalise = [&](Vec<A> v, Vec<A> w, Vec<A> b) { return ((v - mean) - shift) * rstd * w + b; };
     const Vec<A> one = broadcast<A>(1), zero = {};
@@ -175,4 +178,5 @@ void reduce(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, v
 
 const LayerNormKernels layer_norm_kernels = {forward, backward, reduce};
 
-}}  // namespace seqkern::SK_TIER
+}  // namespace SK_TIER
+}  // namespace seqkern

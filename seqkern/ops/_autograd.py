@@ -15,12 +15,36 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
+_vjp: Any = torch.func.vjp  # its annotation has the three results of has_aux=True as well
+
+
 @dataclass(frozen=True)
 class Cost:
     """Work of one call: floating-point operations, and the fewest bytes that must cross memory."""
 
     flops: int
     bytes: int
+
+
+def eager(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The same Function in the older style, for everyday calls.
+
+    A Function with `setup_context` has its arguments bound by name, which takes longer than a small kernel, and one
+    with `jvp` cannot be traced by torch.compile; torch.func needs the first and forward mode the second. So an op has
+    both: the one written out, for transforms, and this one.
+    """
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = function.forward(*args)
+            function.setup_context(ctx, args, output)
+            return output
+
+        backward = staticmethod(function.backward)
+
+    Eager.__name__ = Eager.__qualname__ = function.__name__
+    return Eager
 
 
 def transforms_active() -> bool:
@@ -37,6 +61,17 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
+def apply(
+    function: type[torch.autograd.Function], eager: type[torch.autograd.Function], differentiable: bool, *args: Any
+) -> Any:
+    """function(*args) by the shortest way: through the Function for transforms, its eager twin, or the kernel alone."""
+    if transforms_active():
+        return function.apply(*args)
+    if differentiable:
+        return eager.apply(*args)
+    return function.forward(*args)
+
+
 def gradients(function: Callable[..., Any], inputs: Sequence[Any], cotangents: Any) -> tuple[Tensor | None, ...]:
     """The gradients of function(*inputs) for the inputs that are tensors (None for the others), differentiable again.
 
@@ -50,7 +85,7 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Any], cotangents: A
             arguments[i] = tensor
         return function(*arguments)
 
-    _, pullback = torch.func.vjp(of_tensors, *(inputs[i] for i in indices))
+    _, pullback = _vjp(of_tensors, *(inputs[i] for i in indices))
     result: list[Tensor | None] = [None] * len(inputs)
     for i, grad in zip(indices, pullback(cotangents), strict=True):
         result[i] = grad
@@ -60,8 +95,8 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Any], cotangents: A
 def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents: Sequence[Tensor | None]) -> Any:
     """The tangent of function(*inputs) along `input_tangents`, None meaning zero: the Jacobian-vector product.
 
-    The pullback u -> J^T u is linear, so its own pullback is v -> J v. It holds inside every level of forward mode, where
-    torch.func.jvp may not be nested.
+    The pullback u -> J^T u is linear, so its own pullback is v -> J v. It holds inside every level of forward mode,
+    where torch.func.jvp may not be nested.
     """
     indices = [i for i, t in enumerate(input_tangents) if t is not None]
 
@@ -71,8 +106,8 @@ def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents
             arguments[i] = tensor
         return function(*arguments)
 
-    output, pullback = torch.func.vjp(of_tensors, *(inputs[i] for i in indices))
+    output, pullback = _vjp(of_tensors, *(inputs[i] for i in indices))
     zeros = torch.utils._pytree.tree_map(torch.zeros_like, output)
-    _, push = torch.func.vjp(pullback, zeros)
+    _, push = _vjp(pullback, zeros)
     (result,) = push(tuple(input_tangents[i] for i in indices))
     return result

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqkern import reference
 from seqkern._library import backend_for, kernel
-from seqkern.ops._autograd import Cost, gradients, tangents, transforms_active, wants_gradient
+from seqkern.ops._autograd import Cost, apply, eager, gradients, tangents, wants_gradient
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,8 +29,8 @@ def layer_norm(
     `normalized_shape`. Statistics are float32 (float64 for float64) and stay exact at any mean: see the kernel.
 
     Args:
-        input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided; a tensor whose
-            trailing dimensions are not contiguous is copied once.
+        input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided; a tensor
+            whose trailing dimensions are not contiguous is copied once.
         normalized_shape: the trailing dimensions to normalise over, at least one.
         weight: shape normalized_shape, or None for ones. Any floating dtype.
         bias: shape normalized_shape, or None for zeros. Any floating dtype.
@@ -54,8 +54,8 @@ def layer_norm(
         True
     """
     shape = _check(input, normalized_shape, weight, bias, eps)
-    if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's op there: float32 in and out; on CPU, no change
-        input, weight, bias = (t if t is None or t.dtype == torch.float64 else t.float() for t in (input, weight, bias))
+    if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's op: float32 there, no change on CPU
+        input, weight, bias = _widen(input), _widen(weight), _widen(bias)
     columns = math.prod(shape)
     rows = math.prod(input.shape[: input.dim() - len(shape)])
     flat = input.reshape(rows, columns)
@@ -63,13 +63,14 @@ def layer_norm(
     flat_bias = None if bias is None else bias.reshape(columns)
     if backend_for("layer_norm", input) == "reference":
         output = reference.layer_norm(flat, flat_weight, flat_bias, eps)
-    elif transforms_active():
-        output, _, _ = _LayerNormForwardMode.apply(flat, flat_weight, flat_bias, eps)
-    elif wants_gradient(input, weight, bias):
-        output, _, _ = _LayerNorm.apply(flat, flat_weight, flat_bias, eps)
     else:
-        output, _, _ = kernel("layer_norm_fwd", flat)(flat, flat_weight, flat_bias, eps)
+        differentiable = wants_gradient(input, weight, bias)
+        output, _, _ = apply(_LayerNorm, _LayerNormEager, differentiable, flat, flat_weight, flat_bias, eps)
     return output.view(input.shape)
+
+
+def _widen(t: Any) -> Any:
+    return t if t is None or t.dtype == torch.float64 else t.float()
 
 
 def cost(rows: int, columns: int, dtype: torch.dtype, *, backward: bool = False) -> Cost:
@@ -113,7 +114,7 @@ def _check(
     return shape
 
 
-# ---- autograd ---------------------------------------------------------------------------------------------------------
+# ---- autograd -----------------------------------------------------------------------------------------------------
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -131,15 +132,21 @@ class _LayerNorm(torch.autograd.Function):
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.save_for_backward(input, weight, bias, mean, rstd)
+        ctx.save_for_forward(input, weight, bias, mean, rstd)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         input, weight, bias, mean, rstd = ctx.saved_tensors
-        function = _LayerNormBackwardForwardMode if transforms_active() else _LayerNormBackward
-        grads = function.apply(
-            grad_output, input, weight, bias, mean, rstd, ctx.eps, ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        )
+        grads = apply(
+            _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
+            grad_output, input, weight, bias, mean, rstd, ctx.eps, ctx.needs_input_grad[1], ctx.needs_input_grad[2],
+        )  # fmt: skip
         return *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)), None
+
+    @staticmethod
+    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
+        output = tangents(reference.layer_norm, (*ctx.saved_tensors[:3], ctx.eps), input_tangents)
+        return output, None, None
 
 
 class _LayerNormBackward(torch.autograd.Function):
@@ -168,6 +175,7 @@ class _LayerNormBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         grad_output, input, weight, bias, _, _, ctx.eps, ctx.need_weight, ctx.need_bias = inputs
         ctx.save_for_backward(grad_output, input, weight, bias)
+        ctx.save_for_forward(grad_output, input, weight, bias)
 
     @staticmethod
     def formula(ctx: Any) -> Any:
@@ -183,33 +191,15 @@ class _LayerNormBackward(torch.autograd.Function):
         grads = gradients(_LayerNormBackward.formula(ctx), ctx.saved_tensors, cotangents)
         return *grads, None, None, None, None, None
 
-
-class _LayerNormForwardMode(_LayerNorm):
-    """With a jvp, which torch.compile refuses to trace: used only while a transform is on."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _LayerNorm.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:3])
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        output = tangents(reference.layer_norm, (*ctx.saved_tensors, ctx.eps), input_tangents)
-        return output, None, None
-
-
-class _LayerNormBackwardForwardMode(_LayerNormBackward):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _LayerNormBackward.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:4])
-
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
         return tangents(_LayerNormBackward.formula(ctx), ctx.saved_tensors, input_tangents[:4])
 
 
-# ---- fake kernels and batching rules ------------------------------------------------------------------------------------
+_LayerNormEager, _LayerNormBackwardEager = eager(_LayerNorm), eager(_LayerNormBackward)
+
+
+# ---- fake kernels and batching rules ------------------------------------------------------------------------------
 
 
 def _statistics_dtype(input: Tensor) -> torch.dtype:
