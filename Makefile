@@ -1,13 +1,14 @@
 # make demo   set everything up, then run the main job (report/index.html)
 # make test   set everything up, then run the tests
 # make bench  set everything up, then time every op against its peers
+# make gpu    on a machine with a GPU whose own Python has torch, triton, ninja and the test extras: build, test, time
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 
-.PHONY: demo test test-slow bench lint format build wheel clean
+.PHONY: demo test test-slow bench gpu lint format build wheel clean
 
 demo: build
 	$(PY) -m examples.demo
@@ -33,6 +34,11 @@ build: $(VENV)/.stamp
 
 wheel: build
 	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .
+
+gpu:
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m benchmarks --device cuda
 
 lint: build
 	$(VENV)/bin/ruff check .

@@ -79,9 +79,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, con
   const Tensor x = with_unit_last_stride(input), dy = with_unit_last_stride(grad_output);
   const Tensor mean_c = as_contiguous(mean), rstd_c = as_contiguous(rstd);
 
-  // By the shape alone, so that the order of every sum is the same on any number of threads.
+  // By the shape alone, so that the order of every sum is the same on any number of threads. A chunk of fewer elements
+  // than the grain would spend its time on its partial sums.
   const int64_t most = std::clamp<int64_t>(kPartialElements / std::max<int64_t>(1, columns), 4, kMaxChunks);
-  const int64_t rows_per_chunk = std::max<int64_t>(1, (rows + most - 1) / most);
+  const int64_t least_rows = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, columns));
+  const int64_t rows_per_chunk = std::max(least_rows, (rows + most - 1) / most);
   const int64_t chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
 
   Tensor grad_input = empty(x, {rows, columns}, input.scalar_type());

@@ -48,17 +48,19 @@ template <class T>
 void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
+  const A inverse = A(1) / A(columns);
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
   for (int64_t row = row_begin; row < row_end; ++row) {
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
     T* y = static_cast<T*>(p.output) + row * columns;
 
+    // x / columns is summed, not x: the sum stays below the largest x, and what its rounding does is in `shift`.
     Sum<A> sum;
     for_columns<A>(
-        columns, [&](int64_t c, int u) { sum.part[u] += load(x + c); },
-        [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n); });
-    const A mean = sum.total() / A(columns);
+        columns, [&](int64_t c, int u) { sum.part[u] += load(x + c) * inverse; },
+        [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * inverse; });
+    const A mean = sum.total();
 
     Sum<A> first, second;
     for_columns<A>(

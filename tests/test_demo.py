@@ -1,0 +1,344 @@
+"""The examples' own logic: fits, memory measurement, data and loss, the checks, the report, and the whole job."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples import console, demo, language_model, memory, quadratic_cost, report, text, training, verification
+from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
+
+ROOT = Path(__file__).parent.parent
+MEGABYTE = 1e6
+
+
+# ---- cost over length -----------------------------------------------------------------------------------------------
+
+
+def test_fit_recovers_the_exponent_of_a_power_law() -> None:
+    lengths = [1024, 2048, 4096, 8192]
+    assert quadratic_cost.fit_exponent(lengths, [3e-7 * n**1.7 for n in lengths]) == pytest.approx(1.7)
+    assert quadratic_cost.fit_exponent(lengths[:2], [1.0, 2.0]) is None
+
+
+def test_crossover_lies_where_the_curves_cross() -> None:
+    lengths = [64, 128, 256, 512]
+    square, line = [float(n * n) for n in lengths], [100.0 * n for n in lengths]
+    assert quadratic_cost.crossover(lengths, square, line) == pytest.approx(100)
+    assert quadratic_cost.crossover(lengths, line, square) is None  # never becomes dearer
+    assert quadratic_cost.crossover(lengths, square, [1.0] * 4) is None  # dearer from the start
+
+
+def test_implementations_take_turns() -> None:
+    order: list[str] = []
+    works = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
+    seconds = quadratic_cost.time_in_turns(works, budget=0.0, least=3, most=10)
+    assert order == ["a", "b"] * 3
+    assert [len(s) for s in seconds.values()] == [3, 3]
+
+
+def test_timing_stops_at_what_the_budget_and_the_memory_allow() -> None:
+    measured = list(quadratic_cost.measure_times([16, 32, 2**20], budget=5.0))
+    assert [points[0].length for points in measured] == [16, 32]
+    assert {(p.implementation, p.direction) for p in measured[0]} == {
+        (i, d) for i in IMPLEMENTATIONS for d in DIRECTIONS
+    }
+    assert all(0 < p.fastest <= p.seconds <= p.slowest for points in measured for p in points)
+
+
+def test_every_implementation_of_attention_computes_the_same() -> None:
+    query, key, value = (torch.randn(1, 1, 70, quadratic_cost.WIDTH, dtype=torch.float64) for _ in range(3))
+    results = [function(query, key, value) for function in quadratic_cost.ATTENTION.values()]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+
+
+def synthetic_points() -> list[Point]:
+    """Attention quadratic, LSTM linear; only the materialised version needs N x N memory."""
+    points = []
+    for length in (1024, 2048, 4096, 8192):
+        for name in IMPLEMENTATIONS:
+            for direction in DIRECTIONS:
+                seconds = 1e-6 * length if "LSTM" in name else 5e-10 * length**2
+                peak = 12 * length**2 if name == "materialised" else 1024 * length
+                points.append(Point(name, direction, length, seconds, seconds, seconds, 3, peak))
+    return points
+
+
+def test_analysis_of_known_points() -> None:
+    result = quadratic_cost.analyse(synthetic_points())
+    fits = {(e["implementation"], e["direction"]): e for e in result["exponents"]}
+    assert fits["materialised", "forward"]["memory"] == pytest.approx(2)
+    assert fits["seqkern", "forward"]["time"] == pytest.approx(2)
+    assert fits["seqkern LSTM", "forward"]["time"] == pytest.approx(1)
+    assert fits["seqkern", "forward"]["memory"] is None  # two points above the resolution are no fit
+    assert [c["length"] for c in result["crossovers"]] == [pytest.approx(2000)] * 4
+    assert result["memory_check"]["passed"]
+
+
+def test_memory_check_fails_when_seqkern_needs_too_much() -> None:
+    points = [
+        Point(p.implementation, p.direction, p.length, 1.0, 1.0, 1.0, 1, int(65e6))
+        if p.implementation == "seqkern"
+        else p
+        for p in synthetic_points()
+    ]
+    check = quadratic_cost.memory_check(points)
+    assert check is not None
+    assert not check["passed"]
+    assert quadratic_cost.memory_check([p for p in points if p.length < 8192]) is None
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_known_allocation_is_measured_in_fresh_processes() -> None:
+    sizes = (20.0, 5.0, 60.0)
+    tasks = [memory.Task("examples.memory:allocate", {"megabytes": size}) for size in sizes]
+    peaks = list(memory.peaks_in_fresh_processes(tasks))
+    assert peaks == [pytest.approx(size * MEGABYTE, abs=MEGABYTE) for size in sizes]
+
+
+def test_memory_that_is_freed_again_counts_once() -> None:
+    def work() -> None:
+        for _ in range(3):
+            memory.allocate(30)()
+
+    assert memory.peak_extra_memory(work) == pytest.approx(30 * MEGABYTE, abs=3 * MEGABYTE)
+
+
+def test_sampling_sees_what_lasts() -> None:
+    # What platforms without a resettable peak use.
+    assert memory._sampled_peak(memory.allocate(40)) == pytest.approx(40 * MEGABYTE, abs=3 * MEGABYTE)
+
+
+def test_a_failing_task_raises() -> None:
+    tasks = [memory.Task("examples.memory:allocate", {"megabytes": "x"})] * 2
+    with pytest.raises(RuntimeError, match="memory measurement failed"):
+        list(memory.peaks_in_fresh_processes(tasks))
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_is_the_end_and_nothing_is_lost() -> None:
+    data = bytes(range(250)) * 100
+    corpus = text.split(data, "test")
+    assert bytes(corpus.train.tolist()) + bytes(corpus.held_out.tolist()) == data
+    assert len(corpus.held_out) == 2500
+
+
+def test_targets_are_the_inputs_one_byte_later() -> None:
+    corpus = text.split(bytes(range(250)) * 100, "test")
+    for inputs, targets in (corpus.batch(torch.Generator().manual_seed(0), 5, 64), corpus.held_out_windows(64)):
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal((inputs + 1) % 250, targets)
+    assert corpus.held_out_windows(64)[0].shape == (39, 64)
+    assert corpus.held_out_windows(64, limit=4)[0].shape == (4, 64)
+    with pytest.raises(ValueError, match="window needs"):
+        corpus.held_out_windows(4000)
+
+
+def test_python_documentation_repeats_no_paragraph() -> None:
+    paragraphs = [" ".join(p.split()) for p in text.python_documentation().decode().split("\n\n") if p.strip()]
+    assert len(paragraphs) > 1000
+    assert len(set(paragraphs)) == len(paragraphs)
+
+
+def test_baselines_of_uniform_bytes() -> None:
+    found = text.baselines(text.split(bytes(range(256)) * 1000, "test"))
+    assert found["unigram"] == pytest.approx(8, abs=0.01)
+    assert found["zlib"] < 0.1  # repeats itself
+
+
+def test_a_file_with_too_little_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("too short")
+    with pytest.raises(ValueError, match="too little text"):
+        text.load(path)
+
+
+# ---- models and training --------------------------------------------------------------------------------------------
+
+
+def test_bits_per_byte() -> None:
+    targets = torch.randint(256, (2, 10))
+    assert language_model.bits_per_byte(torch.zeros(2, 10, 256), targets).item() == pytest.approx(8)
+    certain = torch.nn.functional.one_hot(targets, 256) * 1000.0
+    assert language_model.bits_per_byte(certain, targets).item() == pytest.approx(0)
+
+
+@pytest.mark.parametrize("model", language_model.MODELS)
+def test_both_versions_are_the_same_causal_model(model: str) -> None:
+    ours, theirs = (language_model.build(model, library, seed=3) for library in ("seqkern", "torch"))
+    ours.load_state_dict(theirs.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    tokens = torch.randint(256, (2, 40))
+    logits = ours(tokens)
+    assert logits.shape == (2, 40, 256)
+    torch.testing.assert_close(logits, theirs(tokens))
+    changed = tokens.clone()
+    changed[:, 20:] = 0
+    assert torch.equal(ours(changed)[:, :20], logits[:, :20])
+
+
+def test_greedy_sample_follows_the_likeliest_byte() -> None:
+    class Counter(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.one_hot((tokens + 1) % 256, 256).float()
+
+    assert language_model.sample(Counter(), b"ab", 5, context=4, seed=0, top_k=1) == "cdefg"
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    recipe = training.Recipe(steps=100, learning_rate=1.0, warmup=10, evaluations=4)
+    rates = [recipe.rate(step) for step in range(100)]
+    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert max(rates) == 1.0
+    assert rates[-1] < 0.001
+    assert [step for step in range(100) if recipe.evaluates_after(step)] == [24, 49, 74, 99]
+
+
+def test_training_lowers_the_loss_and_both_versions_agree() -> None:
+    corpus = text.split(text.python_documentation(), "test")
+    recipe = training.Recipe(steps=12, learning_rate=4e-3, rows=4, context=32, warmup=4, evaluations=1)
+    notes: list[str] = []
+    result, _ = training.train("transformer", corpus, recipe, notes.append)
+    assert len(notes) == 12
+    assert result["runs"]["seqkern"]["losses"][-1] < result["runs"]["seqkern"]["losses"][0] - 1
+    assert all(check["passed"] for check in training.checks(result))
+    json.dumps(result)
+
+
+def run_record(losses: list[float], held_out: float) -> dict[str, Any]:
+    return {"losses": losses, "held_out": [(len(losses), held_out)]}
+
+
+@pytest.mark.parametrize(
+    ("losses", "held_out", "verdicts"),
+    [
+        ([3.0] * 200, 2.0, [True, True]),
+        ([3.0] * 50 + [3.002] + [3.0] * 149, 2.0, [False, True]),
+        ([3.0] * 150 + [3.002] + [3.0] * 49, 2.0, [True, True]),
+        ([3.0] * 200, 2.03, [True, False]),
+        ([3.0] * 150 + [3.03] * 50, 2.0, [True, False]),
+        ([3.0] * 50 + [math.nan] * 150, math.nan, [False, False]),
+    ],
+)
+def test_losses_that_drift_apart_fail_the_check(losses: list[float], held_out: float, verdicts: list[bool]) -> None:
+    found = training.agreement(run_record([3.0] * 200, 2.0), run_record(losses, held_out))
+    result = {"model": "m", "agreement": found, "recipe": {"steps": 200}, "same_start": True}
+    assert [check["passed"] for check in training.checks(result)] == [True, *verdicts]
+
+
+# ---- verification, report, the whole job ----------------------------------------------------------------------------
+
+
+def test_a_failed_verification_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "DTYPES", (torch.float32,))
+    rows = list(verification.run())
+    assert demo.all_checks(rows, {"memory_check": None}, [])[0]["passed"]
+    rows[0]["passed"] = False
+    assert not demo.all_checks(rows, {"memory_check": None}, [])[0]["passed"]
+
+
+def synthetic_results() -> dict[str, Any]:
+    reports = [
+        {"name": "output", "error": 1e-7, "torch_error": 2e-7, "unit": 1e-8, "bound": 4e-7, "relative_l2": 1e-7,
+         "torch_relative_l2": 2e-7, "passed": True, "share_of_bound": 0.25}
+    ]  # fmt: skip
+    case = {"op": "attention", "dtype": "float32", "passed": True, "worst": reports[0], "tensors": reports}
+    losses = [6.0 - 0.01 * step for step in range(120)]
+    run = run_record(losses, 2.5) | {"seconds": 1.0, "bytes_per_second": 1e4, "peak_bytes": None}
+    trained = {
+        "model": "transformer", "parameters": 1000, "recipe": vars(training.Recipe(120, 1e-3)), "same_start": True,
+        "runs": {"torch": run, "seqkern": run}, "speed_ratio": 1.0, "agreement": training.agreement(run, run),
+        "sample": {"prompt": "<script>", "continuation": "alert & end"},
+    }  # fmt: skip
+    return {
+        "created": "2030-01-01", "version": "0", "quick": False, "seconds": 1.0,
+        "machine": [("processor", "any")], "kernels": [{"op": "attention", "kernel": "C++", "reason": "it is"}],
+        "verification": [case | {"kernel": kernel} for kernel in ("C++ generic", "C++ avx2")],
+        "cost": quadratic_cost.analyse(synthetic_points()),
+        "text": {"source": "test", "train": 10, "held_out": 1,
+                 "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
+        "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final": 0.02},
+        "checks": [{"name": "a check", "found": "fine", "passed": True}],
+    }  # fmt: skip
+
+
+class References(html.parser.HTMLParser):
+    """Everything that a page would fetch, and its tags."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+
+
+def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
+    page = report.write(synthetic_results(), tmp_path)
+    source = page.read_text()
+    references = References(source)
+    assert references.tags.count("img") == 2
+    assert all(found.startswith(("data:", "#")) for found in references.found)
+    assert "script" not in references.tags  # the sample is escaped
+    assert "url(" not in source
+    assert "@import" not in source
+    assert "All 1 checks passed" in source
+    names = {"index.html", "results.json", "cost.png", "cost.svg", "loss_transformer.png", "loss_transformer.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    # The page can be drawn again from the JSON alone.
+    again = report.write(json.loads((tmp_path / "results.json").read_text()), tmp_path / "again")
+    assert again.read_text() == source
+
+
+def test_report_shows_a_failed_check(tmp_path: Path) -> None:
+    results = synthetic_results()
+    results["checks"].append({"name": "another", "found": "wrong", "passed": False})
+    source = report.write(results, tmp_path).read_text()
+    assert "1 of 2 checks failed" in source
+    assert "checks passed" not in source
+
+
+def test_progress_in_a_log_is_a_few_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "console", console.Console(force_terminal=False))
+    with console.progress("work", 1000) as advance:
+        for step in range(1000):
+            advance(str(step))
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_numbers_are_written_with_units() -> None:
+    assert [console.seconds(s) for s in (4.21e-5, 0.00307, 0.9999, 1.2)] == ["42.1 us", "3.07 ms", "1 s", "1.2 s"]
+    assert [console.megabytes(b) for b in (None, 1.25e6, 9.96e6, 876e6)] == [
+        "out of memory",
+        "1.2 MB",
+        "10 MB",
+        "876 MB",
+    ]
+
+
+@pytest.mark.slow
+def test_the_whole_job(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.demo", "--quick", "--out", str(tmp_path / "report")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert str(tmp_path / "report" / "index.html") in result.stdout.splitlines()[-1]
+    assert len(result.stdout.splitlines()) < 200
+    results = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert all(check["passed"] for check in results["checks"])
+    assert {trained["model"] for trained in results["training"]} == set(training.RECIPES)
