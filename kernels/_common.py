@@ -1,0 +1,92 @@
+"""What the Triton kernels share: the launch plan, device limits, and the few lines of arithmetic that all need.
+
+A launcher builds a plan, a list of `Launch`, and runs it. The ahead-of-time gate builds the same plans from meta
+tensors and compiles them: tiles, warps and specialisations are chosen in one place, and what is checked is what ships.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+# The interpreter multiplies bf16 tiles as if their bits were integers: there, and only there, `dot` upcasts first.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+TRITON_DTYPE = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+class Launch(NamedTuple):
+    """One kernel launch: `kernel[grid](*arguments, **constants)`, and a name for reports."""
+
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]  # in the order of the kernel's parameters
+    constants: dict[str, Any]  # its constexpr parameters
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+def run(plan: Iterable[Launch], device: torch.device) -> None:
+    """Launches the plan in order on the current stream of `device`; an empty grid launches nothing."""
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        with torch.cuda.device(device):
+            return run(plan, torch.device("cuda"))
+    for step in plan:
+        if 0 not in step.grid:
+            options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
+            step.kernel[step.grid](*step.arguments, **step.constants, **options)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def unit_last(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its last dimension has stride 1, else a contiguous copy (expanded gradients)."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use; off the GPU, the smallest of the GPUs that we compile for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return 99 * 1024
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, one a multiprocessor; off the GPU a few, so that tests cross every loop."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b. PRECISION, "ieee" or "tf32", concerns float32 operands only."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def scalar(value, ACC: tl.constexpr):
+    """A float argument in the accumulator's dtype. Kernels declare it float64, so that fp64 inputs keep every bit."""
+    return (tl.full((), 1.0, tl.float64) * value).to(ACC)
+
+
+@triton.jit
+def aligned(value, ALIGNED: tl.constexpr):
+    """The value, known to the compiler as a multiple of 8 (16 bytes of bf16) when it is one: loads are then vectors."""
+    if ALIGNED:
+        value = value // 8 * 8
+    return value
