@@ -4,6 +4,17 @@ from seqkern import nn, reference
 from seqkern._library import explain, use_backend
 from seqkern.ops.attention import attention, scaled_dot_product_attention
 from seqkern.ops.layer_norm import layer_norm
+from seqkern.ops.rnn import lstm, lstm_cell
 
 __version__ = "0.1.0"
-__all__ = ["attention", "explain", "layer_norm", "nn", "reference", "scaled_dot_product_attention", "use_backend"]
+__all__ = [
+    "attention",
+    "explain",
+    "layer_norm",
+    "lstm",
+    "lstm_cell",
+    "nn",
+    "reference",
+    "scaled_dot_product_attention",
+    "use_backend",
+]

@@ -313,8 +313,8 @@ def lstm_case(
         for layer in range(num_layers):
             outputs = []
             for cell in range(layer * directions, (layer + 1) * directions):
-                own = parameters[cell * per_cell : (cell + 1) * per_cell] + [None] * (4 - per_cell)
-                output, *state = reference.lstm(input, h0[cell], c0[cell], *own, cell % directions == 1)
+                own: Any = parameters[cell * per_cell : (cell + 1) * per_cell] + [None, None][: 4 - per_cell]
+                output, *state = reference.lstm(input, h0[cell], c0[cell], *own, reverse=cell % directions == 1)
                 outputs.append(output)
                 states.append(state)
             input = torch.cat(outputs, -1)

@@ -270,7 +270,7 @@ def synthetic_results() -> dict[str, Any]:
         "cost": quadratic_cost.analyse(synthetic_points()),
         "text": {"source": "test", "train": 10, "held_out": 1,
                  "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
-        "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final": 0.02},
+        "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final_steps": 50, "final": 0.02},
         "checks": [{"name": "a check", "found": "fine", "passed": True}],
     }  # fmt: skip
 

@@ -2,7 +2,8 @@
 //
 // A is read element by element (any two strides: a transposed A costs nothing), B and C row by row in whole vectors, so
 // their rows must be padded to a multiple of the vector width. A row of C depends on its own row of A only, in
-// ascending k: the result does not change with the rows beside it.
+// ascending k: the result does not change with the rows beside it. What is accumulated onto C is summed on its own first:
+// a long sum in slices loses less than one chain (4x less over 16 slices of 256).
 //
 // Tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON) hold 6 x 4,
 // 16 hold 6 x 2; 8 x 3 and 14 x 2 do the same work per load but leave a remainder at the widths that occur (64, 128).
@@ -23,7 +24,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
                          int64_t ldc, bool accumulate) {
   Vec<A> acc[MR][NR];
   for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NR; ++j) acc[i][j] = accumulate ? load(c + i * ldc + j * W<A>) : Vec<A>{};
+    for (int j = 0; j < NR; ++j) acc[i][j] = Vec<A>{};
   for (int64_t k = 0; k < K; ++k) {
     Vec<A> row[NR];
     for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
@@ -33,7 +34,10 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
     }
   }
   for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NR; ++j) store(c + i * ldc + j * W<A>, acc[i][j]);
+    for (int j = 0; j < NR; ++j) {
+      A* out = c + i * ldc + j * W<A>;
+      store(out, accumulate ? load(out) + acc[i][j] : acc[i][j]);
+    }
 }
 
 template <class A, int NR>

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqkern import reference
 from seqkern._library import backend_for, kernel
-from seqkern.ops._autograd import Cost, gradients, tangents, transforms_active, wants_gradient
+from seqkern.ops._autograd import Cost, apply, eager, gradients, tangents, wants_gradient
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -124,9 +124,9 @@ def attention(
         (torch.Size([1, 8, 1, 64]), torch.Size([1, 8, 1]))
     """
     op = "attention"
-    later = {"attn_mask": attn_mask, "key_lengths": key_lengths, "window": window, "alibi_slopes": alibi_slopes}
-    later |= {"softcap": softcap, "sinks": sinks}
-    used = {name: option is not None for name, option in later.items()}
+    options = (attn_mask, key_lengths, window, alibi_slopes, softcap, sinks)
+    names = ("attn_mask", "key_lengths", "window", "alibi_slopes", "softcap", "sinks")
+    used = {name: option is not None for name, option in zip(names, options, strict=True)}
     _check_not_yet(op, used | {"dropout_p": _check_dropout(op, dropout_p) > 0})
     if causal_align not in ("lower_right", "upper_left"):
         raise ValueError(f'{op}: causal_align must be "lower_right" or "upper_left", got {causal_align!r}')
@@ -158,7 +158,7 @@ def cost(
     diagonal: int = 0,
     backward: bool = False,
 ) -> Cost:
-    """Work of attention, counting the visible scores only; `backward` counts the backward pass alone (5 products to 2)."""
+    """Work of attention over the visible scores; `backward` counts the backward pass alone (five products to two)."""
     kv_heads, value_dim = kv_heads or heads, value_dim or head_dim
     seen = (min(max(i + diagonal + 1, 0), keys) for i in range(queries)) if causal else (keys for _ in range(queries))
     flops = 2 * batch * heads * sum(seen) * (head_dim + value_dim)
@@ -171,7 +171,7 @@ def cost(
     return Cost(flops=flops, bytes=of_queries + of_keys + lse)
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------------
+# ---- checks -------------------------------------------------------------------------------------------------------
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ def _broadcast(op: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool
     return query, key, value
 
 
-# ---- autograd ---------------------------------------------------------------------------------------------------------
+# ---- autograd -----------------------------------------------------------------------------------------------------
 
 
 def _attention(
@@ -275,12 +275,8 @@ def _attention(
     arguments = (query, key, value, causal, diagonal, scale)
     if backend_for(op, query) == "reference":
         out, lse = reference.attention(*arguments)
-    elif transforms_active():
-        out, lse = _AttentionForwardMode.apply(*arguments)
-    elif wants_gradient(query, key, value):
-        out, lse = _Attention.apply(*arguments)
     else:
-        out, lse = kernel("attention_fwd", query)(*arguments)
+        out, lse = apply(_Attention, _AttentionEager, wants_gradient(query, key, value), *arguments)
     if len(leading) == 2:
         return out, lse
     return out.view(*leading, *out.shape[-2:]), lse.view(*leading, lse.shape[-1])
@@ -300,15 +296,22 @@ class _Attention(torch.autograd.Function):
         query, key, value, *ctx.options = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, *output)
+        ctx.save_for_forward(query, key, value)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        function = _AttentionBackwardForwardMode if transforms_active() else _AttentionBackward
-        grads = function.apply(grad_out, grad_lse, query, key, value, out, lse, *ctx.options)
+        grads = apply(
+            _AttentionBackward, _AttentionBackwardEager, torch.is_grad_enabled(),
+            grad_out, grad_lse, query, key, value, out, lse, *ctx.options,
+        )  # fmt: skip
         return *grads, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
+        return tangents(reference.attention, (*ctx.saved_tensors[:3], *ctx.options), input_tangents)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -329,14 +332,13 @@ class _AttentionBackward(torch.autograd.Function):
         diagonal: int,
         scale: float,
     ) -> Any:
-        return kernel("attention_bwd", query)(
-            grad_out, grad_lse, query, key, value, out, lse, causal, diagonal, scale
-        )
+        return kernel("attention_bwd", query)(grad_out, grad_lse, query, key, value, out, lse, causal, diagonal, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         grad_out, grad_lse, query, key, value, _, _, *ctx.options = inputs
         ctx.save_for_backward(grad_out, grad_lse, query, key, value)
+        ctx.save_for_forward(grad_out, grad_lse, query, key, value)
 
     @staticmethod
     def formula(ctx: Any) -> Any:
@@ -357,32 +359,15 @@ class _AttentionBackward(torch.autograd.Function):
         grads = gradients(_AttentionBackward.formula(ctx), ctx.saved_tensors, cotangents)
         return *grads, None, None, None, None, None
 
-
-class _AttentionForwardMode(_Attention):
-    """With a jvp, which torch.compile refuses to trace: used only while a transform is on."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _Attention.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:3])
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        return tangents(reference.attention, (*ctx.saved_tensors, *ctx.options), input_tangents)
-
-
-class _AttentionBackwardForwardMode(_AttentionBackward):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _AttentionBackward.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:5])
-
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
         return tangents(_AttentionBackward.formula(ctx), ctx.saved_tensors, input_tangents[:5])
 
 
-# ---- fake kernels and batching rules ------------------------------------------------------------------------------------
+_AttentionEager, _AttentionBackwardEager = eager(_Attention), eager(_AttentionBackward)
+
+
+# ---- fake kernels and batching rules ------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("seqkern::attention_fwd")

@@ -2,5 +2,6 @@
 
 from seqkern.reference.attention import attention
 from seqkern.reference.layer_norm import layer_norm
+from seqkern.reference.rnn import lstm, lstm_cell
 
-__all__ = ["attention", "layer_norm"]
+__all__ = ["attention", "layer_norm", "lstm", "lstm_cell"]

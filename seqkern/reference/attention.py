@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, as Vaswani et al. 2017 and Jurafsky & Martin (chapter 9, equations 9.31-9.36) state it."""
+"""Scaled dot-product attention, as Vaswani et al. 2017 and Jurafsky & Martin (chapter 9, 9.31-9.36) state it."""
 
 from __future__ import annotations
 

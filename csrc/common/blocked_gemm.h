@@ -1,0 +1,216 @@
+// Large products on the micro-kernel of gemm.h: C = A B + bias, with any element types that share an accumulator.
+//
+// B is packed once into panels that the tiles stream from L2 (gemm.h: 4 vectors of B for 24 multiply-adds, well under
+// what L2 delivers). C is cut into blocks of up to kBlockRows x kBlockColumns, one work item each. A block's C stays in
+// scratch over the whole depth; A comes in slices of kBlockDepth, copied beside it: converted, and free of the strides
+// of a power of two that make rows collide in the cache.
+//
+// An element of C is the sum of its slices in ascending k, whatever the blocks are and whoever computes them: the
+// result depends on neither the number of threads nor the other rows.
+#pragma once
+
+#include "gemm.h"
+#include "product.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+template <class A>
+constexpr int64_t kPanel = kGemmVecs * W<A>;
+// A row of scratch ends one cache line later than a power of two.
+template <class A>
+constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
+template <class A>
+constexpr int64_t kStagedA = kBlockRows * (kBlockDepth + kPad<A>);
+template <class A>
+constexpr int64_t kBlockC = kBlockRows * (kBlockColumns + kPad<A>);
+
+constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+template <class A>
+int64_t panel_width(int64_t groups) {
+  return (groups == 1 ? kGemmVecs : groups) * W<A>;
+}
+template <class A>
+int64_t panel_count(int64_t columns, int64_t groups) {
+  const int64_t width = groups == 1 ? kPanel<A> : W<A>;
+  return (columns / groups + width - 1) / width;
+}
+
+// Packs `depth` rows of one vector of columns, the first `count` of which exist.
+template <class T>
+void pack_vector(const T* source, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t count, acc_t<T>* packed,
+                 int64_t packed_stride) {
+  using A = acc_t<T>;
+  if (n_stride == 1) {
+    for (int64_t k = 0; k < depth; ++k) store(packed + k * packed_stride, load_upto(source + k * k_stride, count));
+    return;
+  }
+  // A transposition: a vector of k from each of W columns at a time, so that whole cache lines are read and written.
+  for (int64_t k0 = 0; k0 < depth; k0 += W<A>) {
+    const int64_t rows = depth - k0 < W<A> ? depth - k0 : W<A>;
+    A block[W<A>][W<A>];
+    for (int n = 0; n < W<A>; ++n) store(block[n], n < count ? load_upto(source + n * n_stride + k0, rows) : Vec<A>{});
+    for (int64_t k = 0; k < rows; ++k) {
+      A* out = packed + (k0 + k) * packed_stride;
+      for (int n = 0; n < W<A>; ++n) out[n] = block[n][k];
+    }
+  }
+}
+
+// Work item: one panel over kBlockDepth rows, `item` counting the rows fastest.
+template <class T>
+void pack_item(const Packing& p, int64_t item) {
+  using A = acc_t<T>;
+  const int64_t slices = (p.depth + kBlockDepth - 1) / kBlockDepth;
+  const int64_t panel = item / slices, k = item % slices * kBlockDepth;
+  const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
+  const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups;
+  A* packed = static_cast<A*>(p.packed) + (panel * p.packed_depth + p.packed_begin + k) * width;
+  for (int64_t v = 0; v < width / W<A>; ++v) {
+    const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
+    const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
+    const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
+    const T* source = static_cast<const T*>(p.source) + k * p.k_stride + (count > 0 ? column * p.n_stride : 0);
+    pack_vector(source, p.k_stride, p.n_stride, depth, count, packed + v * W<A>, width);
+  }
+}
+
+// Cache lines that the next piece of work needs, asked for a few at a time while the tiles of this one compute: all at
+// once they would only fill the queue of misses, and the tiles would wait.
+struct Ahead {
+  struct Region {
+    const char* base;
+    int64_t stride, rows, lines, row, line;
+  };
+  Region regions[2] = {};
+  int64_t tiles;  // among which the lines are spread
+
+  explicit Ahead(int64_t tiles_) : tiles(tiles_ > 0 ? tiles_ : 1) {}
+  void add(int index, const void* base, int64_t stride_bytes, int64_t rows, int64_t row_bytes) {
+    regions[index] = {static_cast<const char*>(base), stride_bytes, rows, (row_bytes + 63) / 64, 0, 0};
+  }
+  SK_INLINE void fetch() {
+    for (Region& r : regions) {
+      for (int64_t n = (r.rows * r.lines + tiles - 1) / tiles; n > 0 && r.row < r.rows; --n) {
+        __builtin_prefetch(r.base + r.row * r.stride + r.line * 64, 0, 2);
+        if (++r.line == r.lines) r.line = 0, ++r.row;
+      }
+    }
+  }
+};
+
+template <class A>
+int64_t tile_count(int64_t M, int64_t columns) {
+  return (M + kGemmRows - 1) / kGemmRows * ((columns + kPanel<A> - 1) / kPanel<A>);
+}
+
+// C[M, columns of B] (+)= A B over one slice, with B a run of panels, `panel_stride` apart.
+template <class A>
+void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
+                     const A* b, int64_t panel_stride, A* c, int64_t ldc, bool accumulate, Ahead& ahead) {
+  for (int64_t n = 0; n < columns; n += kPanel<A>, b += panel_stride) {
+    for (int64_t m = 0; m < M; m += kGemmRows) {
+      const int64_t rows = M - m < kGemmRows ? M - m : kGemmRows;
+      const A* a_rows = a + m * row_stride;
+      A* c_tile = c + m * ldc + n;
+      ahead.fetch();
+      if (columns - n > kPanel<A> - W<A>) {
+        gemm_columns<A, kGemmVecs>(rows, K, a_rows, row_stride, k_stride, b, kPanel<A>, c_tile, ldc, accumulate);
+      } else {
+        for (int64_t v = 0; n + v < columns; v += W<A>)
+          gemm_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, kPanel<A>, c_tile + v, ldc, accumulate);
+      }
+    }
+  }
+}
+
+// A(m0 .. m0 + rows, k0 .. k0 + depth) as [m][k] or [k][m], whichever way it lies; the strides of the copy come back.
+template <class T>
+void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, acc_t<T>* staged, int64_t& row_stride,
+           int64_t& k_stride) {
+  using A = acc_t<T>;
+  const bool by_rows = p.a_k_stride == 1;
+  const int64_t outer = by_rows ? rows : depth, inner = by_rows ? depth : rows;
+  const int64_t source_stride = by_rows ? p.a_row_stride : p.a_k_stride;
+  const int64_t stride = by_rows ? kBlockDepth + kPad<A> : kBlockRows;
+  row_stride = by_rows ? stride : 1;
+  k_stride = by_rows ? 1 : stride;
+  const T* source = static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
+  for (int64_t o = 0; o < outer; ++o) {
+    int64_t i = 0;
+    for (; i + W<A> <= inner; i += W<A>) store(staged + o * stride + i, load(source + o * source_stride + i));
+    if (i < inner)
+      store_partial(staged + o * stride + i, load_partial(source + o * source_stride + i, inner - i), inner - i);
+  }
+}
+
+template <class T>
+void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns, const acc_t<T>* c,
+                int64_t ldc) {
+  using A = acc_t<T>;
+  const A* bias = static_cast<const A*>(p.bias);
+  for (int64_t m = 0; m < rows; ++m) {
+    T* out = static_cast<T*>(p.c) + (m0 + m) * p.columns + n0;
+    for (int64_t n = 0; n < columns; n += W<A>) {
+      Vec<A> v = load(c + m * ldc + n);
+      if (bias) v += load_upto(bias + n0 + n, columns - n);
+      if (p.accumulate) v += load_upto(out + n, columns - n);
+      store_upto(out + n, v, columns - n);
+    }
+  }
+}
+
+// Work item: one block of C, `item` counting the columns fastest. scratch: kStagedA + kBlockC elements.
+template <class A>
+void multiply_item(const Product& p, int64_t item, A* scratch) {
+  const int64_t column_blocks = (p.columns + kBlockColumns - 1) / kBlockColumns;
+  const int64_t m0 = item / column_blocks * p.block_rows, n0 = item % column_blocks * kBlockColumns;
+  const int64_t rows = p.rows - m0 < p.block_rows ? p.rows - m0 : p.block_rows;
+  const int64_t columns = p.columns - n0 < kBlockColumns ? p.columns - n0 : kBlockColumns;
+  const int64_t ldc = kBlockColumns + kPad<A>, panel_stride = p.depth * kPanel<A>;
+  const A* b = static_cast<const A*>(p.packed_b) + n0 / kPanel<A> * panel_stride;
+  A* c = scratch + kStagedA<A>;
+  int64_t row_stride, k_stride;
+  // Without any depth the product is zero; a tile of depth 0 writes that.
+  for (int64_t k = 0; k == 0 || k < p.depth; k += kBlockDepth) {
+    const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
+    if constexpr (sizeof(A) == 8) {
+      stage<double>(p, m0, rows, k, depth, scratch, row_stride, k_stride);
+    } else {
+      switch (p.a_type) {
+        case Dtype::bf16: stage<BFloat16>(p, m0, rows, k, depth, scratch, row_stride, k_stride); break;
+        case Dtype::f16: stage<Half>(p, m0, rows, k, depth, scratch, row_stride, k_stride); break;
+        default: stage<float>(p, m0, rows, k, depth, scratch, row_stride, k_stride); break;
+      }
+    }
+    Ahead ahead(tile_count<A>(rows, columns));
+    const int64_t next = k + kBlockDepth, next_depth = p.depth - next < kBlockDepth ? p.depth - next : kBlockDepth;
+    if (next >= p.depth) {
+      const int64_t size = size_of(p.c_type);
+      ahead.add(0, static_cast<const char*>(p.c) + (m0 * p.columns + n0) * size, p.columns * size, rows,
+                columns * size);
+    } else {
+      const int64_t size = size_of(p.a_type);
+      const bool by_rows = p.a_k_stride == 1;
+      ahead.add(0, static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size,
+                (by_rows ? p.a_row_stride : p.a_k_stride) * size, by_rows ? rows : next_depth,
+                (by_rows ? next_depth : rows) * size);
+    }
+    multiply_panels<A>(rows, columns, depth, scratch, row_stride, k_stride, b + k * kPanel<A>, panel_stride, c, ldc,
+                       k > 0, ahead);
+  }
+  if constexpr (sizeof(A) == 8) {
+    write_back<double>(p, m0, rows, n0, columns, c, ldc);
+  } else {
+    switch (p.c_type) {
+      case Dtype::bf16: write_back<BFloat16>(p, m0, rows, n0, columns, c, ldc); break;
+      case Dtype::f16: write_back<Half>(p, m0, rows, n0, columns, c, ldc); break;
+      default: write_back<float>(p, m0, rows, n0, columns, c, ldc); break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern

@@ -1,0 +1,41 @@
+// Arguments of the large products in blocked_gemm.h. Torch-free; host code fills them in.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace seqkern {
+
+// Work items: blocks of C, and slices of the depth, in elements.
+constexpr int64_t kBlockRows = 96, kBlockColumns = 256, kBlockDepth = 128;
+
+// Copies B(k, n) = source[k * k_stride + n * n_stride] into panels that a micro-tile streams: [panel][k][vectors][W],
+// in the accumulation type, zero where a panel reaches beyond the columns. One of the strides is 1.
+struct Packing {
+  Dtype dtype;
+  const void* source;
+  int64_t k_stride, n_stride;
+  int64_t depth, columns;  // of the source
+  // 1: a panel holds consecutive columns. Otherwise the columns are `groups` equal groups, and a panel holds the same W
+  // columns of each: the gates of W units side by side.
+  int64_t groups;
+  void* packed;
+  int64_t packed_depth, packed_begin;  // the source is rows [packed_begin, packed_begin + depth) of the packed B
+};
+
+// C(m, n) = bias[n] + sum_k A(m, k) B(k, n), or that added to C; with B packed as one group.
+struct Product {
+  int64_t rows, columns, depth;
+  Dtype a_type;
+  const void* a;  // A(m, k) = a[m * a_row_stride + k * a_k_stride]; one of the strides is 1
+  int64_t a_row_stride, a_k_stride;
+  const void* packed_b;
+  const void* bias;  // (columns) in the accumulation type, or null
+  Dtype c_type;
+  void* c;  // row-major, contiguous
+  bool accumulate;
+  int64_t block_rows;  // rows of C in a work item, at most kBlockRows
+};
+
+}  // namespace seqkern

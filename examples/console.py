@@ -1,0 +1,133 @@
+"""What the examples print: progress bars in a terminal, a few lines in a log, and the tables of every part."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+# A log has no width of its own: the tables keep theirs.
+console = Console()
+if not console.is_terminal:
+    console = Console(width=120)
+
+# advance(note) after each step of a progress bar.
+Advance = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Advance]:
+    """A progress bar over `total` steps; without a terminal, a line at the start, at each quarter, and at the end."""
+    begin = time.perf_counter()
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("[dim]{task.fields[note]}"), console=console, transient=True) as bar:
+            task = bar.add_task(title, total=total, note="")
+            yield lambda note: bar.update(task, advance=1, note=note)
+    else:
+        console.print(f"{title} ...")
+        done = 0
+
+        def advance(note: str) -> None:
+            nonlocal done
+            done += 1
+            if done < total and done * 4 // total != (done - 1) * 4 // total:
+                console.print(f"  {done}/{total}  {time.perf_counter() - begin:.0f} s  {note}", markup=False)
+
+        yield advance
+    console.print(f"{title}: {time.perf_counter() - begin:.1f} s")
+
+
+def seconds(value: float) -> str:
+    """Three digits with a unit: 42.1 us, 3.07 ms, 1.20 s."""
+    for scale, unit in ((1e-6, "us"), (1e-3, "ms")):
+        if value < 999.5 * scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+def megabytes(value: float | None) -> str:
+    if value is None:
+        return "out of memory"
+    return f"{value / 1e6:.1f} MB" if value < 9.95e6 else f"{value / 1e6:.0f} MB"
+
+
+def optional(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def machine_table(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title="This machine", show_header=False)
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
+
+
+def kernels_table(choices: Sequence[dict[str, str]]) -> Table:
+    table = Table("op", "kernel", "why", title="Which kernel runs")
+    for choice in choices:
+        table.add_row(choice["op"], choice["kernel"], choice["reason"])
+    return table
+
+
+def verification_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One column for each kernel: seqkern's error, then torch's, of the tensor that comes closest to its bound."""
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    title = "Largest error against float64, of outputs and gradients: seqkern's, torch's"
+    table = Table("op", "dtype", *kernels, title=title)
+    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
+        group = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
+        cells = (
+            f"[{'green' if row['passed'] else 'red'}]{row['worst']['error']:.1e}[/], {row['worst']['torch_error']:.1e} "
+            + f"[dim]{row['worst']['name']}[/]"
+            + ("" if row["passed"] else " [red]FAILED")
+            for row in group
+        )
+        table.add_row(op, dtype, *cells)
+    return table
+
+
+def cost_table(result: dict[str, Any], direction: str) -> Table:
+    points = [p for p in result["points"] if p["direction"] == direction]
+    names = list(dict.fromkeys(p["implementation"] for p in points))
+    table = Table("N", *names, title=f"One head of width {result['width']}, {direction}: time, peak extra memory")
+    for length in sorted({p["length"] for p in points}):
+        cells = {p["implementation"]: p for p in points if p["length"] == length}
+        shown = (
+            f"{seconds(c['seconds'])}, {megabytes(c['peak_bytes'])}" if (c := cells.get(n)) else "-" for n in names
+        )
+        table.add_row(str(length), *shown)
+    table.add_section()
+    fits = {e["implementation"]: e for e in result["exponents"] if e["direction"] == direction}
+    table.add_row("exponent", *(f"{optional(fits[n]['time'])}, {optional(fits[n]['memory'])}" for n in names))
+    return table
+
+
+def training_table(results: Sequence[dict[str, Any]]) -> Table:
+    columns = ("model", "ops", "held-out bits/byte", "bytes/s", "memory of a step", "seconds")
+    table = Table(*columns, title="Training on real text, the same seed and batches")
+    for result in results:
+        for name, run in result["runs"].items():
+            numbers = (f"{run['held_out'][-1][1]:.3f}", f"{run['bytes_per_second']:,.0f}", megabytes(run["peak_bytes"]))
+            table.add_row(result["model"], name, *numbers, f"{run['seconds']:.1f}")
+        table.add_section()
+    return table
+
+
+def sample_panel(result: dict[str, Any]) -> Panel:
+    written = Text.assemble((result["sample"]["prompt"], "dim"), result["sample"]["continuation"])
+    return Panel(written, title=f"{result['model']}: held-out text (dim), and how the model goes on")
+
+
+def checks_table(checks: Sequence[dict[str, Any]]) -> Table:
+    table = Table("check", "found", "verdict", title="Checks")
+    for check in checks:
+        table.add_row(check["name"], check["found"], "[green]passed" if check["passed"] else "[red]FAILED")
+    return table

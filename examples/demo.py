@@ -1,0 +1,142 @@
+"""The main job: what this machine runs, whether it is right, what attention costs, and two models that learn.
+
+Five parts, each also a program of its own: which kernel runs (python -m seqkern), examples.verification,
+examples.quadratic_cost, examples.training, examples.report. Under five minutes on two cores; ends with the path of a
+report that shows everything. Exits with 1 when a check fails.
+
+    python -m examples.demo --text mybook.txt --out report
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import seqkern
+from examples import quadratic_cost, report, text, training, verification
+from examples.console import (
+    checks_table,
+    console,
+    cost_table,
+    kernels_table,
+    machine_table,
+    sample_panel,
+    training_table,
+    verification_table,
+)
+from seqkern import _library
+
+# Of the budget, the share that goes to timing attention and LSTM; the other parts do a fixed amount of work.
+COST_SHARE = 0.15
+QUICK_STEPS, QUICK_LONGEST = 30, 1024
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    begin = time.perf_counter()
+    corpus = text.load(options.text)
+
+    machine, kernels = _library.describe_machine(), [asdict(seqkern.explain(op)) for op in _library.FUNCTIONS]
+    console.print(machine_table(machine), kernels_table(kernels))
+
+    verified = verification.run_with_progress()
+    console.print(verification_table(verified))
+
+    longest = QUICK_LONGEST if options.quick else options.longest
+    cost = quadratic_cost.run_with_progress(longest, 2.0 if options.quick else COST_SHARE * options.budget)
+    for direction in quadratic_cost.DIRECTIONS:
+        console.print(cost_table(cost, direction))
+
+    baselines = text.baselines(corpus)
+    trained = []
+    for model, recipe in training.RECIPES.items():
+        steps = QUICK_STEPS if options.quick else options.steps
+        chosen = recipe if steps is None else recipe.shortened(steps)
+        trained.append(training.run_with_progress(model, corpus, chosen, sample_length=40 if options.quick else 400))
+    console.print(training_table(trained), *(sample_panel(result) for result in trained))
+
+    checks = all_checks(verified, cost, trained)
+    took = time.perf_counter() - begin
+    page = report.write(
+        {
+            "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "version": seqkern.__version__,
+            "quick": options.quick,
+            "seconds": took,
+            "machine": machine,
+            "kernels": kernels,
+            "verification": verified,
+            "cost": cost,
+            "text": {
+                "source": corpus.source,
+                "train": len(corpus.train),
+                "held_out": len(corpus.held_out),
+                "baselines": baselines,
+            },
+            "training": trained,
+            "limits": {
+                "early_steps": training.EARLY_STEPS,
+                "early": training.EARLY_LIMIT,
+                "final_steps": training.FINAL_STEPS,
+                "final": training.FINAL_LIMIT,
+            },
+            "checks": checks,
+        },
+        options.out,
+    )
+    console.print(checks_table(checks))
+    console.print(f"{took:.0f} s. The report: {page.resolve()}", soft_wrap=True, highlight=False)
+    return 0 if all(check["passed"] for check in checks) else 1
+
+
+def all_checks(
+    verified: list[dict[str, Any]], cost: dict[str, Any], trained: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Everything that decides the exit status."""
+    failed = sum(not row["passed"] for row in verified)
+    checks = [
+        {
+            "name": f"verification: {len(verified)} cases keep the error bound",
+            "found": "all" if failed == 0 else f"{failed} do not",
+            "passed": failed == 0,
+        }
+    ]
+    if memory := cost["memory_check"]:
+        checks.append(
+            {
+                "name": f"attention at N = {memory['length']}: seqkern needs under 64 MB, the N x N scores over 256 MB",
+                "found": f"{max(memory['seqkern'].values()) / 1e6:.0f} MB, "
+                f"{min(memory['materialised'].values()) / 1e6:.0f} MB",
+                "passed": memory["passed"],
+            }
+        )
+    return checks + [check for result in trained for check in result["checks"]]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="learn from this file (default: Python's documentation)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIRECTORY", help="default: report")
+    parser.add_argument("--quick", action="store_true", help="a minute: short sequences, few training steps")
+    parser.add_argument(
+        "--budget", type=float, default=240, metavar="SECONDS",
+        help="for the whole job; decides how long the sequences get, the rest is fixed (default: 240)",
+    )  # fmt: skip
+    parser.add_argument("--longest", type=int, default=32768, metavar="N", help="longest sequence (default: 32768)")
+    parser.add_argument("--steps", type=int, help="training steps of each model, instead of the recipes'")
+    parser.add_argument("--threads", type=int, help="threads for torch and seqkern (default: torch's choice)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""Two small byte-level language models, written once: the ops they use, torch's or seqkern's, are an argument.
+
+Both read bytes (B, T) and return the logits of the next byte (B, T, 256), and both tie the output matrix to the
+embedding. The transformer has pre-norm blocks with causal attention (Vaswani et al. 2017): z = x + Attention(Norm(x)),
+y = z + FFN(Norm(z)); positions enter by rotating queries and keys (Su et al. 2021), which learns this text far sooner
+than a table of positions (2.2 against 2.9 bits per byte after half a million bytes). The recurrent model is an LSTM
+(Hochreiter & Schmidhuber 1997) with a norm on its output.
+
+    python -m examples.language_model  parameters of both, and a check that the two versions start equal
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import seqkern
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Everything the models take from a library: the rest is the same code."""
+
+    name: str
+    attention: Callable[..., torch.Tensor]
+    LayerNorm: type[nn.LayerNorm]
+    LSTM: type[nn.LSTM]
+
+
+TORCH = Ops("torch", F.scaled_dot_product_attention, nn.LayerNorm, nn.LSTM)
+SEQKERN = Ops("seqkern", seqkern.scaled_dot_product_attention, seqkern.nn.LayerNorm, seqkern.nn.LSTM)
+LIBRARIES = {ops.name: ops for ops in (TORCH, SEQKERN)}
+
+
+def rotation(length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of position * 10000^(-2i/width), both (length, width / 2)."""
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(length)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (x[i], x[i + width / 2]) by their position's angles, so that q.k depends on the distance only."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, ops: Ops, width: int, heads: int):
+        super().__init__()
+        self.ops, self.heads = ops, heads
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # (B, T, 3 * width) -> three views (B, heads, T, width / heads)
+        query, key, value = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        turn = rotation(x.size(1), query.size(-1))
+        mixed = self.ops.attention(rotate(query, *turn), rotate(key, *turn), value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, ops: Ops, width: int, heads: int):
+        super().__init__()
+        self.attention_norm = ops.LayerNorm(width)
+        self.attention = CausalSelfAttention(ops, width, heads)
+        self.feed_forward_norm = ops.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, ops: Ops, width: int = 96, heads: int = 4, layers: int = 3):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(ops, width, heads) for _ in range(layers))
+        self.norm = ops.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+class RecurrentModel(nn.Module):
+    def __init__(self, ops: Ops, width: int = 256, layers: int = 1):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.lstm = ops.LSTM(width, width, num_layers=layers, batch_first=True)
+        self.norm = ops.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        for layer in range(layers):
+            # Forget gates (the second quarter) start open, so that the state carries over many bytes from the start.
+            nn.init.ones_(getattr(self.lstm, f"bias_ih_l{layer}").data[width : 2 * width])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.lstm(self.embedding(tokens))
+        return F.linear(self.norm(hidden), self.embedding.weight)
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"transformer": Transformer, "LSTM": RecurrentModel}
+
+
+def build(model: str, library: str, seed: int) -> nn.Module:
+    """`model` of MODELS with the ops of `library` of LIBRARIES; the seed alone decides the parameters."""
+    torch.manual_seed(seed)
+    return MODELS[model](LIBRARIES[library])
+
+
+def bits_per_byte(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the next byte in bits: logits (..., 256), targets (...)."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten()) / math.log(2)
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module, prompt: bytes, length: int, *, context: int, seed: int, temperature: float = 0.8, top_k: int = 20
+) -> str:
+    """Writes on after `prompt`: `length` bytes, each drawn from the `top_k` likeliest at the given temperature."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt)])
+    for _ in range(length):
+        logits, choices = (model(tokens[:, -context:])[0, -1] / temperature).topk(top_k)
+        chosen = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        tokens = torch.cat([tokens, choices[chosen].view(1, 1)], dim=1)
+    return bytes(tokens[0, len(prompt) :].tolist()).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    for name in MODELS:
+        versions = [build(name, library, seed=0) for library in LIBRARIES]
+        pairs = zip(*(version.state_dict().items() for version in versions), strict=True)
+        equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+        print(f"{name}: {sum(p.numel() for p in versions[0].parameters())} parameters, start equal: {equal}")

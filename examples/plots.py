@@ -1,0 +1,109 @@
+"""The figures of the report, drawn from its JSON: cost over sequence length, and loss curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+# Colours that stay apart for colour-blind readers (Okabe & Ito); the same library has the same colour everywhere.
+TORCH, SEQKERN, GREY = "#d55e00", "#0072b2", "#777777"
+# torch's lines are wide and pale, seqkern's thin on top: where they agree, both can be seen.
+WIDE: dict[str, Any] = {"color": TORCH, "alpha": 0.55, "linewidth": 3.2, "markersize": 7}
+THIN: dict[str, Any] = {"color": SEQKERN, "linewidth": 1.5, "markersize": 4}
+STYLE: dict[str, dict[str, Any]] = {
+    "materialised": THIN | {"color": GREY, "marker": "s"},
+    "torch SDPA": WIDE | {"marker": "o"},
+    "seqkern": THIN | {"marker": "o"},
+    "torch LSTM": WIDE | {"marker": "^", "linestyle": "--"},
+    "seqkern LSTM": THIN | {"marker": "^", "linestyle": "--"},
+}
+
+
+def cost_figure(result: dict[str, Any]) -> Figure:
+    """Time above, memory below; forward on the left, forward and backward on the right; log-log."""
+    figure = Figure(figsize=(11, 8.5), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    for column, direction in enumerate(("forward", "forward+backward")):
+        points = [p for p in result["points"] if p["direction"] == direction]
+        fits = {e["implementation"]: e for e in result["exponents"] if e["direction"] == direction}
+        for row, (quantity, key, scale) in enumerate((("time", "seconds", 1e3), ("memory", "peak_bytes", 1e-6))):
+            ax = axes[row, column]
+            for name, style in STYLE.items():
+                drawn = [(p["length"], p[key] * scale) for p in points if p["implementation"] == name and p[key]]
+                if not drawn:
+                    continue
+                exponent = fits[name][quantity]
+                label = name if exponent is None else f"{name}, grows as $N^{{{exponent:.2f}}}$"
+                ax.plot(*zip(*drawn, strict=True), label=label, **style)
+            _log_log(ax, sorted({p["length"] for p in points}))
+            ax.set_title(f"{'Time' if row == 0 else 'Peak extra memory'}, {direction}", loc="left")
+            ax.legend(fontsize=8, frameon=False)
+        for cross in result["crossovers"]:
+            if cross["direction"] == direction and cross["length"] is not None:
+                color = STYLE[cross["attention"]]["color"]
+                axes[0, column].axvline(cross["length"], color=color, linewidth=0.8, linestyle=":")
+        axes[1, column].set_xlabel("sequence length N")
+    axes[0, 0].set_ylabel("milliseconds")
+    axes[1, 0].set_ylabel("megabytes")
+    return figure
+
+
+def _log_log(ax: Axes, lengths: Sequence[int]) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(lengths)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _quiet(ax)
+
+
+def _quiet(ax: Axes) -> None:
+    ax.grid(True, which="major", color="#e4e4e4", linewidth=0.7)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def loss_figure(result: dict[str, Any], baselines: dict[str, float], limits: dict[str, float]) -> Figure:
+    """The loss curves of both versions over each other, and below them how far apart they are at each step."""
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
+    ours, theirs = result["runs"]["seqkern"], result["runs"]["torch"]
+    steps = range(1, len(ours["losses"]) + 1)
+    curves.plot(steps, theirs["losses"], color=TORCH, alpha=0.45, linewidth=3.5, label="torch's ops, training batch")
+    curves.plot(steps, ours["losses"], color=SEQKERN, linewidth=0.9, label="seqkern's ops, training batch")
+    curves.plot(*zip(*theirs["held_out"], strict=True), "o", color=TORCH, markersize=9, label="torch's ops, held-out")
+    curves.plot(*zip(*ours["held_out"], strict=True), "o", color=SEQKERN, markersize=5, label="seqkern's ops, held-out")
+    for name in ("unigram", "zlib", "lzma"):
+        curves.axhline(baselines[name], color=GREY, linewidth=0.8, linestyle=":")
+        curves.annotate(
+            f"{name} {baselines[name]:.2f}", (1, baselines[name]), xycoords=("axes fraction", "data"),
+            xytext=(4, -3), textcoords="offset points", fontsize=8, color=GREY,
+        )  # fmt: skip
+    curves.set_ylim(min(1.5, *ours["losses"], baselines["lzma"]) - 0.1, min(6.5, max(ours["losses"]) + 0.2))
+    curves.set_ylabel("bits per byte")
+    curves.set_title(f"{result['model']}: loss", loc="left")
+    curves.legend(fontsize=8, frameon=False, ncols=2)
+
+    # Where both are equal there is nothing to draw on a logarithmic axis.
+    apart = [abs(a - b) or math.nan for a, b in zip(theirs["losses"], ours["losses"], strict=True)]
+    early = min(int(limits["early_steps"]), len(apart))
+    differences.plot(steps, apart, ".", color="#444444", markersize=3)
+    for first, last, limit in (
+        (1, early, limits["early"]),
+        (max(1, len(apart) + 1 - limits["final_steps"]), len(apart), limits["final"]),
+    ):
+        differences.hlines(limit, first, last, color="#b00020", linewidth=1.6)
+        differences.annotate(f"limit {limit:g}", (last, limit), xytext=(4, -3), textcoords="offset points", fontsize=8)
+    differences.set_yscale("log")
+    differences.set_ylabel("|difference|")
+    differences.set_xlabel("training step")
+    differences.set_title("How far the two versions are apart", loc="left")
+    for ax in (curves, differences):
+        _quiet(ax)
+    return figure

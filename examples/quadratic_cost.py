@@ -1,0 +1,265 @@
+"""What causal attention costs as the sequence grows, in time and in memory, and where an LSTM becomes cheaper.
+
+Three implementations of the same attention, one head of width 64, float32: one that materialises the N x N scores as
+the textbook writes them, torch's scaled_dot_product_attention, and seqkern's. Beside them one LSTM layer of width 64,
+from torch and from seqkern. Each runs forward, and forward with backward, for N = 128, 256, ... while the budget lasts.
+
+Times are medians of rounds in which the implementations take turns, so that a slow moment of the machine hits all of
+them. Memory is measured apart from time, every point in a process of its own (examples/memory.py). The exponent is the
+slope of a least-squares line in log-log over the upper part, N >= 1024, where fixed costs no longer show.
+
+    python -m examples.quadratic_cost --budget 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch.nn import functional as F
+
+import seqkern
+from examples.console import console, cost_table, progress
+from examples.memory import Task, peaks_in_fresh_processes
+
+WIDTH = 64
+DIRECTIONS = ("forward", "forward+backward")
+MATERIALISED = "materialised"
+# Fixed costs no longer show above these: the exponents are fitted to the points there.
+ASYMPTOTIC_LENGTH = 1024
+ASYMPTOTIC_BYTES = 4e6
+# What materialised attention holds at its peak, for each of the N x N scores: a few float32 matrices and a mask.
+BYTES_PER_SCORE = 20
+# What has to hold: at this length seqkern stays under the one, and the N x N scores need more than the other.
+REQUIRED_LENGTH = 8192
+SEQKERN_LIMIT_BYTES = 64e6
+MATERIALISED_LEAST_BYTES = 256e6
+
+
+def materialised_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """softmax(Q K^T / sqrt(d)) V with the scores of later keys at -inf: the equation, with every N x N tensor in it."""
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
+
+
+def lstm_output(layer: torch.nn.LSTM, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)[0]
+
+
+ATTENTION: dict[str, Callable[..., torch.Tensor]] = {
+    MATERIALISED: materialised_attention,
+    "torch SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
+    "seqkern": partial(seqkern.scaled_dot_product_attention, is_causal=True),
+}
+LSTM: dict[str, type[torch.nn.LSTM]] = {"torch LSTM": torch.nn.LSTM, "seqkern LSTM": seqkern.nn.LSTM}
+IMPLEMENTATIONS = (*ATTENTION, *LSTM)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One implementation at one length: median, fastest and slowest seconds, and bytes (None: not measured)."""
+
+    implementation: str
+    direction: str
+    length: int
+    seconds: float
+    fastest: float
+    slowest: float
+    rounds: int
+    peak_bytes: int | None = None
+
+
+def prepare(implementation: str, length: int, direction: str) -> Callable[[], object]:
+    """The inputs made, the rest left to run: the work that is timed and whose memory is measured."""
+    torch.manual_seed(0)
+    learns = direction == "forward+backward"
+    function: Callable[..., torch.Tensor]
+    if implementation in ATTENTION:
+        function, parameters = ATTENTION[implementation], []
+        inputs = [torch.randn(1, 1, length, WIDTH, requires_grad=learns) for _ in range(3)]
+    else:
+        layer = LSTM[implementation](WIDTH, WIDTH, batch_first=True)
+        function, parameters = partial(lstm_output, layer), list(layer.parameters())
+        inputs = [torch.randn(1, length, WIDTH, requires_grad=learns)]
+    cotangent = torch.randn_like(inputs[0])
+
+    def work() -> object:
+        with torch.set_grad_enabled(learns):
+            output = function(*inputs)
+        return (output, torch.autograd.grad(output, [*inputs, *parameters], cotangent)) if learns else output
+
+    return work
+
+
+def prepare_warm(implementation: str, length: int, direction: str) -> Callable[[], object]:
+    """As `prepare`, after one run at N = 64: thread pools and code generators have made what they keep."""
+    prepare(implementation, 64, direction)()
+    return prepare(implementation, length, direction)
+
+
+def time_in_turns(
+    works: dict[str, Callable[[], object]], budget: float, least: int = 3, most: int = 30
+) -> dict[str, list[float]]:
+    """Seconds of every round of every work, in turns A B C A B C, until the budget is spent."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    begin = time.perf_counter()
+    for done in range(most):
+        if done >= least and time.perf_counter() - begin > budget:
+            break
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_times(lengths: Iterable[int], budget: float) -> Iterator[list[Point]]:
+    """The timed points of each length in turn, within a budget of seconds.
+
+    Up to N = 8192 every implementation runs, three rounds at least while the budget lasts. Beyond, one whose rounds
+    would take more than half of what is left is dropped, and the series ends when the rest would not fit.
+    """
+    begin, previous = time.perf_counter(), 0
+    fastest = dict.fromkeys(IMPLEMENTATIONS, 0.0)  # seconds of a round, both directions, at the length before
+    for length in lengths:
+        left = budget - (time.perf_counter() - begin)
+        running = list(fastest)
+        if length**2 * BYTES_PER_SCORE > psutil.virtual_memory().available / 2 and MATERIALISED in running:
+            running.remove(MATERIALISED)
+        if length > REQUIRED_LENGTH:
+            # Three rounds, at a cost that grows with the square of the length at most.
+            growth = 3 * (length / previous) ** 2 if previous else 0.0
+            running = [name for name in running if growth * fastest[name] <= left / 2]
+            if not running or growth * sum(fastest[name] for name in running) > left:
+                return
+        points = []
+        for direction in DIRECTIONS:
+            works = {name: prepare(name, length, direction) for name in running}
+            for name, seconds in time_in_turns(works, budget / 100, least=3 if left > 0 else 1).items():
+                median = statistics.median(seconds)
+                points.append(Point(name, direction, length, median, min(seconds), max(seconds), len(seconds)))
+        fastest = {name: sum(p.fastest for p in points if p.implementation == name) for name in running}
+        previous = length
+        yield points
+
+
+def measure_memory(points: Sequence[Point]) -> Iterator[Point]:
+    """The same points with their peak extra memory."""
+    tasks = [
+        Task(
+            "examples.quadratic_cost:prepare_warm",
+            {"implementation": p.implementation, "length": p.length, "direction": p.direction},
+        )
+        for p in points
+    ]
+    for point, peak in zip(points, peaks_in_fresh_processes(tasks), strict=True):
+        yield replace(point, peak_bytes=peak)
+
+
+def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float | None:
+    """Slope of the least-squares line through (log length, log value); None with fewer than three points."""
+    if len(lengths) < 3:
+        return None
+    return statistics.linear_regression([math.log(x) for x in lengths], [math.log(y) for y in values]).slope
+
+
+def crossover(lengths: Sequence[int], a: Sequence[float], b: Sequence[float]) -> float | None:
+    """The length at which `a`, cheaper before, begins to cost more than `b`; between points linear in log-log."""
+    gaps = [math.log(x / y) for x, y in zip(a, b, strict=True)]
+    for i in range(len(gaps) - 1, 0, -1):
+        if gaps[i - 1] < 0 <= gaps[i]:
+            share = -gaps[i - 1] / (gaps[i] - gaps[i - 1])
+            return math.exp(math.log(lengths[i - 1]) * (1 - share) + math.log(lengths[i]) * share)
+    return None
+
+
+def series(points: Iterable[Point], implementation: str, direction: str) -> list[Point]:
+    chosen = [p for p in points if p.implementation == implementation and p.direction == direction]
+    return sorted(chosen, key=lambda point: point.length)
+
+
+def analyse(points: Sequence[Point]) -> dict[str, Any]:
+    """Everything that the report shows, ready for JSON: points, exponents, crossovers, and the memory at N = 8192."""
+    exponents = []
+    for name in IMPLEMENTATIONS:
+        for direction in DIRECTIONS:
+            upper = [p for p in series(points, name, direction) if p.length >= ASYMPTOTIC_LENGTH]
+            large = [p for p in upper if p.peak_bytes and p.peak_bytes >= ASYMPTOTIC_BYTES]
+            exponents.append(
+                {
+                    "implementation": name,
+                    "direction": direction,
+                    "time": fit_exponent([p.length for p in upper], [p.seconds for p in upper]),
+                    "memory": fit_exponent([p.length for p in large], [float(p.peak_bytes or 0) for p in large]),
+                }
+            )
+    crossovers = []
+    for attention, lstm in (("torch SDPA", "torch LSTM"), ("seqkern", "seqkern LSTM")):
+        for direction in DIRECTIONS:
+            a, b = (series(points, name, direction) for name in (attention, lstm))
+            shared = min(len(a), len(b))
+            at = crossover(
+                [p.length for p in a[:shared]], [p.seconds for p in a[:shared]], [p.seconds for p in b[:shared]]
+            )
+            crossovers.append({"attention": attention, "lstm": lstm, "direction": direction, "length": at})
+    return {
+        "width": WIDTH,
+        "fitted_from_length": ASYMPTOTIC_LENGTH,
+        "points": [asdict(point) for point in points],
+        "exponents": exponents,
+        "crossovers": crossovers,
+        "memory_check": memory_check(points),
+    }
+
+
+def memory_check(points: Sequence[Point]) -> dict[str, Any] | None:
+    """Whether attention at N = 8192 keeps the promised memory; None if that length was not measured."""
+    peaks = {
+        (p.implementation, p.direction): p.peak_bytes
+        for p in points
+        if p.length == REQUIRED_LENGTH and p.peak_bytes is not None
+    }
+    if not all((name, direction) in peaks for name in (MATERIALISED, "seqkern") for direction in DIRECTIONS):
+        return None
+    ours = {direction: peaks["seqkern", direction] for direction in DIRECTIONS}
+    theirs = {direction: peaks[MATERIALISED, direction] for direction in DIRECTIONS}
+    passed = max(ours.values()) < SEQKERN_LIMIT_BYTES and min(theirs.values()) > MATERIALISED_LEAST_BYTES
+    return {"length": REQUIRED_LENGTH, "seqkern": ours, MATERIALISED: theirs, "passed": passed}
+
+
+def run_with_progress(longest: int, budget: float) -> dict[str, Any]:
+    """Times, then measures memory; `budget` is the seconds for timing, memory takes about half as long again."""
+    lengths = [2**k for k in range(7, longest.bit_length()) if 2**k <= longest]
+    points: list[Point] = []
+    with progress("cost of causal attention and LSTM: time", len(lengths)) as advance:
+        for timed in measure_times(lengths, budget):
+            points += timed
+            advance(f"N = {timed[0].length}")
+    with progress("cost of causal attention and LSTM: memory", len(points)) as advance:
+        measured = []
+        for point in measure_memory(points):
+            measured.append(point)
+            advance(f"{point.implementation}, N = {point.length}")
+    return analyse(measured)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, default=32768, help="longest sequence to try")
+    parser.add_argument("--budget", type=float, default=45, help="seconds for the timing")
+    options = parser.parse_args()
+    result = run_with_progress(options.longest, options.budget)
+    for direction in DIRECTIONS:
+        console.print(cost_table(result, direction))
+    for c in result["crossovers"]:
+        at = "not in this range" if c["length"] is None else f"from N = {c['length']:.0f}"
+        console.print(f"{c['attention']} costs more than {c['lstm']}, {c['direction']}: {at}")
