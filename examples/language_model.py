@@ -96,7 +96,7 @@ class Transformer(nn.Module):
 
 
 class RecurrentModel(nn.Module):
-    def __init__(self, ops: Ops, width: int = 256, layers: int = 1):
+    def __init__(self, ops: Ops, width: int = 192, layers: int = 1):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.lstm = ops.LSTM(width, width, num_layers=layers, batch_first=True)

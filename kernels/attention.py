@@ -436,3 +436,17 @@ def _plan_backward(grad_out, grad_lse, query, key, value, out, lse, causal, diag
     pointers = (grad_out, query, key, value, lse, delta, grads[1], grads[2])
     grad_key_value = _plan(_grad_key_value_kernel, pointers, (grad_out, query, key, value), *shared)
     return grads, [grad_query, grad_key_value]
+
+
+def attention_fwd(query, key, value, causal, diagonal, scale):
+    results, plan = _plan_forward(query, key, value, causal, diagonal, scale, shared_memory(query.device))
+    run(plan, query.device)
+    return results
+
+
+def attention_bwd(grad_out, grad_lse, query, key, value, out, lse, causal, diagonal, scale):
+    grad_out = unit_last(grad_out)
+    if grad_lse is not None: grad_lse=grad_lse.contiguous()
+    results, plan = _plan_backward(grad_out, grad_lse, query, key, value, out, lse, causal, diagonal, scale, shared_memory(query.device))
+    run(plan, query.device)
+    return results

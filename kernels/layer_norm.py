@@ -1,49 +1,46 @@
-"""Layer norm in Triton, forward and backward.
+"""Layer norm, forward and backward, in Triton.
 
-    y = (x - mu) * rstd * weight + bias,  rstd = 1 / sqrt(var + eps)     Ba et al. 2016; Jurafsky & Martin 9.39-9.42
-    dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * weight,  xhat = (x - mu) * rstd
-    dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
+The idea. A row is read once and kept in registers: mean, variance and output come from the same copy (rows of up to
+8192 columns; longer rows are walked in blocks, three times forward and twice backward, from the cache). The backward
+pass keeps one accumulator tile for the weight and one for the bias in registers while a fixed set of programs walks
+all rows, writes one partial row a program, and a second kernel adds the partials in a fixed order: no atomics, so
+the result is the same bits every run.
 
-Exact at any mean, as the CPU kernel is: deviations d = x - mean first, then their own mean `shift`, which is what the
-rounding of `mean` left; var = mean(d^2) - shift^2 and xhat = (d - shift) * rstd, in both directions.
+The equations (Ba, Kiros & Hinton 2016, eq. 4; eps under the root as in torch), over the N columns of a row:
 
-A row that fits a program's registers is read once; several short rows share a program. A longer row is read in pieces:
-three times forward, twice backward, from L2 after the first. Backward runs a fixed number of programs, two a
-multiprocessor, each of which sums its rows' parameter gradients in registers; their partial sums are added by one
-torch.sum. For long rows those sums are a kernel of their own over (column block, run of rows).
+    mean = sum(x) / N      var = sum((x - mean)^2) / N      rstd = 1 / sqrt(var + eps)      xhat = (x - mean) rstd
+    y = xhat weight + bias
+    g = dy weight          dx = rstd (g - sum(g) / N - xhat sum(g xhat) / N)
+    dweight = sum over rows of dy xhat         dbias = sum over rows of dy
 
-The number of rows is never specialised: a new batch size compiles nothing. Not timed on a GPU yet.
+The mean is rounded, and with |mean| / std = 1e4 half a unit of it is 3e-4 of a std, in every element of the row. So
+the centred values are centred once more: d = x - mean is exact there (Sterbenz), and shift = sum(d) / N is what the
+rounding took away. The stored mean is rounded as well, so the backward pass finds its own shift in the same way.
+
+What was tried, judged by the compiler's register report (no GPU speed has been measured yet):
+TRIED
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ._common import TRITON_DTYPE, Launch, accumulator, multiprocessors, run, scalar, unit_last
-
-WHOLE_ROW_BYTES = 32 * 1024  # in the accumulation dtype: longer rows are read in pieces
-PIECE = 4096  # columns of a piece
-COLUMNS, RUNS = 128, 64  # a column block, and the most runs of rows, of the parameter gradients of long rows
-_SIZES = ["rows", "input_stride", "grad_stride", "run"]
+from ._common import TRITON_DTYPE, Launch, accumulator, aligned, multiprocessors, run, scalar, unit_last
 
 
 @triton.jit
-def _moments(d, inverse):
-    """Of the deviations (ROWS, BLOCK): their mean, which is the error of the rounded mean, and the variance."""
-    shift = tl.sum(d, 1) * inverse
-    return shift, tl.maximum(tl.sum(d * d, 1) * inverse - shift * shift, 0.0)
+def _affine(x, pointer, column, N, MULTIPLY: tl.constexpr):
+    """x times (or plus) the vector at `pointer`, which may be None; x is (rows, columns)."""
+    if pointer is not None:
+        vector = tl.load(pointer + column, mask=column < N, other=0.0).to(x.dtype)[None, :]
+        if MULTIPLY:
+            x = x * vector
+        else:
+            x = x + vector
+    return x
 
 
-@triton.jit
-def _parameter(pointer, column, mask, ACC: tl.constexpr, DEFAULT: tl.constexpr):
-    """A row of weight or bias, (1, BLOCK), or its default where there is none."""
-    if pointer is None:
-        return tl.full([1, column.shape[0]], DEFAULT, ACC)
-    else:
-        return tl.load(pointer + column, mask=mask, other=0.0).to(ACC)[None, :]
-
-
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["M", "N", "stride"])
 def _forward_kernel(
     input_ptr,
     weight_ptr,
@@ -51,33 +48,36 @@ def _forward_kernel(
     output_ptr,
     mean_ptr,
     rstd_ptr,
-    eps: tl.float64,
-    rows,
+    stride,
+    M,
     N,
-    input_stride,
+    eps: tl.float64,
     ACC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    columns = column < N
-    mask = (row < rows)[:, None] & columns[None, :]
-    inverse = 1.0 / scalar(N, ACC)
-    x = tl.load(input_ptr + row[:, None] * input_stride + column[None, :], mask=mask, other=0.0).to(ACC)
-    mean = tl.sum(x * inverse, 1)
-    d = tl.where(columns[None, :], x - mean[:, None], 0.0)
-    shift, variance = _moments(d, inverse)
-    rstd = 1.0 / tl.sqrt(variance + scalar(eps, ACC))
-    weight = _parameter(weight_ptr, column, columns, ACC, 1.0)
-    bias = _parameter(bias_ptr, column, columns, ACC, 0.0)
-    y = (d - shift[:, None]) * rstd[:, None] * weight + bias
-    tl.store(output_ptr + row[:, None] * N + column[None, :], y.to(output_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + row, mean, mask=row < rows)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    """BLOCK_M whole rows a program."""
+    stride = aligned(stride, ALIGNED)
+    N = aligned(N, ALIGNED)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    inside = (column < N)[None, :]
+    live = inside & (row < M)[:, None]
+    x = tl.load(input_ptr + row[:, None] * stride + column[None, :], mask=live, other=0.0).to(ACC)
+    mean = tl.sum(x, 1) / N
+    d = tl.where(inside, x - mean[:, None], 0.0)
+    shift = tl.sum(d, 1) / N
+    d = tl.where(inside, d - shift[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(d * d, 1) / N + scalar(eps, ACC))
+    y = _affine(d * rstd[:, None], weight_ptr, column, N, True)
+    y = _affine(y, bias_ptr, column, N, False)
+    tl.store(output_ptr + row[:, None] * N + column[None, :], y.to(output_ptr.dtype.element_ty), mask=live)
+    tl.store(mean_ptr + row, mean + shift, mask=row < M)
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["M", "N", "stride"])
 def _forward_long_kernel(
     input_ptr,
     weight_ptr,
@@ -85,269 +85,299 @@ def _forward_long_kernel(
     output_ptr,
     mean_ptr,
     rstd_ptr,
-    eps: tl.float64,
-    rows,
+    stride,
+    M,
     N,
-    input_stride,
+    eps: tl.float64,
     ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """One row a program, in pieces of BLOCK columns."""
+    """One row a program, in blocks of BLOCK_N columns."""
+    N = aligned(N, ALIGNED)
     row = tl.program_id(0).to(tl.int64)
-    input_ptr += row * input_stride
+    input_ptr += row * aligned(stride, ALIGNED)
     output_ptr += row * N
-    inverse = 1.0 / scalar(N, ACC)
-    total = tl.zeros([BLOCK], ACC)
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        total += tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC) * inverse
-    mean = tl.sum(total, 0)
-    total = tl.zeros([BLOCK], ACC)
-    squares = tl.zeros([BLOCK], ACC)
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    block = tl.arange(0, BLOCK_N)
+
+    total = tl.zeros([BLOCK_N], ACC)
+    for first in range(0, N, BLOCK_N):
+        column = first + block
+        total += tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
+    mean = tl.sum(total, 0) / N
+
+    total = tl.zeros([BLOCK_N], ACC)
+    square = tl.zeros([BLOCK_N], ACC)
+    for first in range(0, N, BLOCK_N):
+        column = first + block
         x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
         d = tl.where(column < N, x - mean, 0.0)
         total += d
-        squares += d * d
-    shift = tl.sum(total, 0) * inverse
-    rstd = 1.0 / tl.sqrt(tl.maximum(tl.sum(squares, 0) * inverse - shift * shift, 0.0) + scalar(eps, ACC))
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        mask = column < N
-        y = (tl.load(input_ptr + column, mask=mask, other=0.0).to(ACC) - mean - shift) * rstd
-        if weight_ptr is not None:
-            y *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + column, mask=mask, other=0.0).to(ACC)
-        tl.store(output_ptr + column, y.to(output_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + row, mean)
+        square += d * d
+    shift = tl.sum(total, 0) / N
+    variance = tl.maximum(tl.sum(square, 0) / N - shift * shift, 0.0)
+    rstd = 1.0 / tl.sqrt(variance + scalar(eps, ACC))
+
+    for first in range(0, N, BLOCK_N):
+        column = first + block
+        x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
+        y = ((x - mean - shift) * rstd)[None, :]
+        y = _affine(y, weight_ptr, column, N, True)
+        y = _affine(y, bias_ptr, column, N, False)
+        tl.store(output_ptr + column[None, :], y.to(output_ptr.dtype.element_ty), mask=(column < N)[None, :])
+    tl.store(mean_ptr + row, mean + shift)
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["M", "N", "grad_stride", "stride"])
 def _backward_kernel(
-    grad_ptr,
+    grad_output_ptr,
     input_ptr,
     mean_ptr,
     rstd_ptr,
     weight_ptr,
     grad_input_ptr,
-    weight_partial_ptr,  # (programs, N) or None
-    bias_partial_ptr,
-    rows,
-    N,
+    partial_weight_ptr,
+    partial_bias_ptr,
     grad_stride,
-    input_stride,
+    stride,
+    M,
+    N,
     ACC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)
-    columns = column < N
-    inverse = 1.0 / scalar(N, ACC)
-    weight = _parameter(weight_ptr, column, columns, ACC, 1.0)
-    weight_sum = tl.zeros([BLOCK], ACC)
-    bias_sum = tl.zeros([BLOCK], ACC)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = first + tl.arange(0, ROWS).to(tl.int64)
-        mask = (row < rows)[:, None] & columns[None, :]
-        dy = tl.load(grad_ptr + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(ACC)
-        x = tl.load(input_ptr + row[:, None] * input_stride + column[None, :], mask=mask, other=0.0).to(ACC)
-        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        d = tl.where(mask, x - mean, 0.0)
-        xhat = tl.where(mask, (d - (tl.sum(d, 1) * inverse)[:, None]) * rstd, 0.0)
-        g = dy * weight
-        mean_g = (tl.sum(g, 1) * inverse)[:, None]
-        mean_gx = (tl.sum(g * xhat, 1) * inverse)[:, None]
-        dx = (g - mean_g - xhat * mean_gx) * rstd
-        tl.store(grad_input_ptr + row[:, None] * N + column[None, :], dx.to(grad_input_ptr.dtype.element_ty), mask=mask)
-        if weight_partial_ptr is not None:
-            weight_sum += tl.sum(dy * xhat, 0)
-        if bias_partial_ptr is not None:
-            bias_sum += tl.sum(dy, 0)
-    partial = tl.program_id(0).to(tl.int64) * N + column
-    if weight_partial_ptr is not None:
-        tl.store(weight_partial_ptr + partial, weight_sum, mask=columns)
-    if bias_partial_ptr is not None:
-        tl.store(bias_partial_ptr + partial, bias_sum, mask=columns)
+    """Every num_programs-th tile of BLOCK_M whole rows; row program_id of the partial sums."""
+    grad_stride = aligned(grad_stride, ALIGNED)
+    stride = aligned(stride, ALIGNED)
+    N = aligned(N, ALIGNED)
+    column = tl.arange(0, BLOCK_N)
+    inside = (column < N)[None, :]
+    grad_weight = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = inside & (row < M)[:, None]
+        x = tl.load(input_ptr + row[:, None] * stride + column[None, :], mask=live, other=0.0).to(ACC)
+        dy = tl.load(grad_output_ptr + row[:, None] * grad_stride + column[None, :], mask=live, other=0.0).to(ACC)
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+        d = tl.where(inside, x - mean[:, None], 0.0)
+        shift = tl.sum(d, 1) / N
+        xhat = tl.where(inside, (d - shift[:, None]) * rstd[:, None], 0.0)
+        if partial_weight_ptr is not None:
+            grad_weight += dy * xhat
+        if partial_bias_ptr is not None:
+            grad_bias += dy
+        g = _affine(dy, weight_ptr, column, N, True)
+        along = tl.sum(g * xhat, 1) / N
+        dx = (g - (tl.sum(g, 1) / N)[:, None] - xhat * along[:, None]) * rstd[:, None]
+        tl.store(grad_input_ptr + row[:, None] * N + column[None, :], dx.to(grad_input_ptr.dtype.element_ty), mask=live)
+    at = tl.program_id(0).to(tl.int64) * N + column
+    if partial_weight_ptr is not None:
+        tl.store(partial_weight_ptr + at, tl.sum(grad_weight, 0), mask=column < N)
+    if partial_bias_ptr is not None:
+        tl.store(partial_bias_ptr + at, tl.sum(grad_bias, 0), mask=column < N)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["M", "N", "grad_stride", "stride"])
 def _backward_long_kernel(
-    grad_ptr,
+    grad_output_ptr,
     input_ptr,
     mean_ptr,
     rstd_ptr,
     weight_ptr,
     grad_input_ptr,
-    shift_ptr,  # (rows), for the parameter gradients
-    rows,
-    N,
+    shift_ptr,
     grad_stride,
-    input_stride,
+    stride,
+    M,
+    N,
     ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """One row a program, in pieces: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g))."""
+    """dx of one row a program; keeps the row's shift for the kernel below."""
+    N = aligned(N, ALIGNED)
     row = tl.program_id(0).to(tl.int64)
-    grad_ptr += row * grad_stride
-    input_ptr += row * input_stride
+    grad_output_ptr += row * aligned(grad_stride, ALIGNED)
+    input_ptr += row * aligned(stride, ALIGNED)
     grad_input_ptr += row * N
-    inverse = 1.0 / scalar(N, ACC)
+    block = tl.arange(0, BLOCK_N)
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
-    sum_d = tl.zeros([BLOCK], ACC)
-    sum_g = tl.zeros([BLOCK], ACC)
-    sum_gd = tl.zeros([BLOCK], ACC)
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        mask = column < N
-        g = tl.load(grad_ptr + column, mask=mask, other=0.0).to(ACC)
-        if weight_ptr is not None:
-            g *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC)
-        d = tl.where(mask, tl.load(input_ptr + column, mask=mask, other=0.0).to(ACC) - mean, 0.0)
+
+    sum_d = tl.zeros([BLOCK_N], ACC)
+    sum_g = tl.zeros([1, BLOCK_N], ACC)
+    sum_gd = tl.zeros([1, BLOCK_N], ACC)
+    for first in range(0, N, BLOCK_N):
+        column = first + block
+        x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
+        dy = tl.load(grad_output_ptr + column, mask=column < N, other=0.0).to(ACC)
+        d = tl.where(column < N, x - mean, 0.0)
+        g = _affine(dy[None, :], weight_ptr, column, N, True)
         sum_d += d
         sum_g += g
-        sum_gd += g * d
-    shift = tl.sum(sum_d, 0) * inverse
-    mean_g = tl.sum(sum_g, 0) * inverse
-    mean_gx = (tl.sum(sum_gd, 0) * inverse - shift * mean_g) * rstd
+        sum_gd += g * d[None, :]
+    shift = tl.sum(sum_d, 0) / N
+    mean_g = tl.sum(tl.sum(sum_g, 1), 0) / N
+    along = (tl.sum(tl.sum(sum_gd, 1), 0) / N - shift * mean_g) * rstd  # sum(g xhat) / N
     tl.store(shift_ptr + row, shift)
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        mask = column < N
-        g = tl.load(grad_ptr + column, mask=mask, other=0.0).to(ACC)
-        if weight_ptr is not None:
-            g *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC)
-        xhat = (tl.load(input_ptr + column, mask=mask, other=0.0).to(ACC) - mean - shift) * rstd
-        dx = (g - mean_g - xhat * mean_gx) * rstd
-        tl.store(grad_input_ptr + column, dx.to(grad_input_ptr.dtype.element_ty), mask=mask)
+
+    for first in range(0, N, BLOCK_N):
+        column = first + block
+        x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
+        dy = tl.load(grad_output_ptr + column, mask=column < N, other=0.0).to(ACC)
+        xhat = ((x - mean - shift) * rstd)[None, :]
+        dx = (_affine(dy[None, :], weight_ptr, column, N, True) - mean_g - xhat * along) * rstd
+        tl.store(grad_input_ptr + column[None, :], dx.to(grad_input_ptr.dtype.element_ty), mask=(column < N)[None, :])
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def _parameters_long_kernel(
-    grad_ptr,
+@triton.jit(do_not_specialize=["M", "N", "grad_stride", "stride"])
+def _columns_kernel(
+    grad_output_ptr,
     input_ptr,
     mean_ptr,
     rstd_ptr,
     shift_ptr,
-    weight_partial_ptr,  # (runs, N) or None
-    bias_partial_ptr,
-    rows,
-    N,
+    partial_weight_ptr,
+    partial_bias_ptr,
     grad_stride,
-    input_stride,
-    run,  # rows of a run
+    stride,
+    M,
+    N,
     ACC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """A block of columns over a run of rows, ROWS at a time."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    columns = column < N
-    begin = tl.program_id(1).to(tl.int64) * run
-    end = tl.minimum(begin + run, rows)
-    weight_sum = tl.zeros([BLOCK], ACC)
-    bias_sum = tl.zeros([BLOCK], ACC)
-    for first in range(begin, end, ROWS):
-        row = first + tl.arange(0, ROWS).to(tl.int64)
-        mask = (row < end)[:, None] & columns[None, :]
-        dy = tl.load(grad_ptr + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(ACC)
-        if weight_partial_ptr is not None:
-            x = tl.load(input_ptr + row[:, None] * input_stride + column[None, :], mask=mask, other=0.0).to(ACC)
-            mean = tl.load(mean_ptr + row, mask=row < end, other=0.0)[:, None]
-            shift = tl.load(shift_ptr + row, mask=row < end, other=0.0)[:, None]
-            rstd = tl.load(rstd_ptr + row, mask=row < end, other=0.0)[:, None]
-            weight_sum += tl.sum(tl.where(mask, dy * ((x - mean - shift) * rstd), 0.0), 0)
-        bias_sum += tl.sum(dy, 0)
-    partial = tl.program_id(1).to(tl.int64) * N + column
-    if weight_partial_ptr is not None:
-        tl.store(weight_partial_ptr + partial, weight_sum, mask=columns)
-    if bias_partial_ptr is not None:
-        tl.store(bias_partial_ptr + partial, bias_sum, mask=columns)
+    """For long rows: BLOCK_N columns of every num_programs(1)-th tile of BLOCK_M rows."""
+    grad_stride = aligned(grad_stride, ALIGNED)
+    stride = aligned(stride, ALIGNED)
+    N = aligned(N, ALIGNED)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    grad_weight = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for tile in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
+        row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = (column < N)[None, :] & (row < M)[:, None]
+        dy = tl.load(grad_output_ptr + row[:, None] * grad_stride + column[None, :], mask=live, other=0.0).to(ACC)
+        if partial_weight_ptr is not None:
+            x = tl.load(input_ptr + row[:, None] * stride + column[None, :], mask=live, other=0.0).to(ACC)
+            mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+            shift = tl.load(shift_ptr + row, mask=row < M, other=0.0)
+            rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+            grad_weight += dy * ((x - mean[:, None] - shift[:, None]) * rstd[:, None])
+        if partial_bias_ptr is not None:
+            grad_bias += dy
+    at = tl.program_id(1).to(tl.int64) * N + column
+    if partial_weight_ptr is not None:
+        tl.store(partial_weight_ptr + at, tl.sum(grad_weight, 0), mask=column < N)
+    if partial_bias_ptr is not None:
+        tl.store(partial_bias_ptr + at, tl.sum(grad_bias, 0), mask=column < N)
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["PARTS", "N"])
+def _reduce_kernel(partial_ptr, grad_ptr, PARTS, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """grad = the sum of the PARTS partial rows."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], partial_ptr.dtype.element_ty)
+    for first in range(0, PARTS, BLOCK_M):
+        part = first + tl.arange(0, BLOCK_M)
+        live = (part < PARTS)[:, None] & (column < N)[None, :]
+        total += tl.load(partial_ptr + part.to(tl.int64)[:, None] * N + column[None, :], mask=live, other=0.0)
+    tl.store(grad_ptr + column, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=column < N)
 
 
-def _tile(columns, acc):
-    """Of the kernels that hold whole rows: rows and columns of a tile, warps. None where the row is too long."""
-    block = max(32, triton.next_power_of_2(columns))
-    if block * acc.itemsize > WHOLE_ROW_BYTES:
-        return None
-    rows = max(1, 1024 // block)
-    return rows, block, min(16, max(1, rows * block * acc.itemsize // 2048))
+# ---- plans and launchers ------------------------------------------------------------------------------------------
+
+_TILE = 16 << 10  # bytes of accumulators in a tile: 16 floats a thread with 8 warps
+_LONGEST = 32 << 10  # the longest row that fits registers, in the same bytes: 8192 floats, with 16 warps
+_LONG_BLOCK = {"BLOCK_N": 4096}
+_COLUMNS_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}
+_REDUCE_BLOCK = {"BLOCK_M": 32, "BLOCK_N": 64}
 
 
-def _launch(kernel, grid, arguments, constants, warps):
-    return Launch(
-        f"layer_norm_{kernel.__name__.strip('_').removesuffix('_kernel')}", kernel, grid, arguments, constants, warps
-    )
+def _row_block(n: int, dtype: torch.dtype, longest: int) -> tuple[dict[str, int], int]:
+    """The tile of whole rows of n columns, and its warps; ({}, 0) for rows of more than `longest` bytes."""
+    size = accumulator(dtype).itemsize
+    block_n = max(16, triton.next_power_of_2(n))
+    if block_n * size > longest:
+        return {}, 0
+    block_m = min(64, max(1, _TILE // (block_n * size)))
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n}, 8 if block_n * size <= _TILE else 16
 
 
-def _forward_plan(input, weight, bias, output, mean, rstd, eps):
-    (rows, columns), acc = input.shape, mean.dtype
-    arguments = (input, weight, bias, output, mean, rstd, eps, rows, columns, input.stride(0))
-    constants = {"ACC": TRITON_DTYPE[acc]}
-    if tile := _tile(columns, acc):
-        block_rows, block, warps = tile
-        constants |= {"ROWS": block_rows, "BLOCK": block}
-        return [_launch(_forward_kernel, (triton.cdiv(rows, block_rows),), arguments, constants, warps)]
-    return [_launch(_forward_long_kernel, (rows,), arguments, constants | {"BLOCK": PIECE}, 8)]
+def _constants(*matrices: torch.Tensor) -> dict[str, object]:
+    n = matrices[0].size(1)
+    return {
+        "ACC": TRITON_DTYPE[accumulator(matrices[0].dtype)],
+        "ALIGNED": n % 8 == 0 and all(matrix.stride(0) % 8 == 0 for matrix in matrices),
+    }
 
 
-def _backward_programs(rows, columns, acc, device):
-    """How many partial sums of the parameter gradients there are."""
-    if tile := _tile(columns, acc):
-        return min(2 * multiprocessors(device), triton.cdiv(rows, tile[0]))
-    return min(RUNS, triton.cdiv(rows, 16))
+def _plan_forward(input, weight, bias, eps):
+    m, n = input.shape
+    output = input.new_empty((m, n))
+    mean = input.new_empty((m,), dtype=accumulator(input.dtype))
+    rstd = torch.empty_like(mean)
+    arguments = (input, weight, bias, output, mean, rstd, input.stride(0), m, n, eps)
+    constants = _constants(input)
+    block, warps = _row_block(n, input.dtype, _LONGEST)
+    if block:
+        grid = (triton.cdiv(m, block["BLOCK_M"]),)
+        launch = Launch("layer_norm_forward", _forward_kernel, grid, arguments, constants | block, warps)
+    else:
+        constants |= _LONG_BLOCK
+        launch = Launch("layer_norm_forward_long", _forward_long_kernel, (m,), arguments, constants, 8)
+    return (output, mean, rstd), [launch]
 
 
-def _backward_plan(grad_output, input, mean, rstd, weight, grad_input, shift, weight_partial, bias_partial, programs):
-    (rows, columns), acc = input.shape, mean.dtype
-    sizes = (rows, columns, grad_output.stride(0), input.stride(0))
-    constants = {"ACC": TRITON_DTYPE[acc]}
-    if tile := _tile(columns, acc):
-        block_rows, block, warps = tile
-        constants |= {"ROWS": block_rows, "BLOCK": block}
-        arguments = (grad_output, input, mean, rstd, weight, grad_input, weight_partial, bias_partial, *sizes)
-        return [_launch(_backward_kernel, (programs,), arguments, constants, warps)]
-    arguments = (grad_output, input, mean, rstd, weight, grad_input, shift, *sizes)
-    plan = [_launch(_backward_long_kernel, (rows,), arguments, constants | {"BLOCK": PIECE}, 8)]
-    if weight_partial is not None or bias_partial is not None:
-        run_rows = triton.cdiv(rows, max(1, programs))
-        arguments = (grad_output, input, mean, rstd, shift, weight_partial, bias_partial, *sizes, run_rows)
-        grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, max(1, run_rows)))
-        plan.append(_launch(_parameters_long_kernel, grid, arguments, constants | {"ROWS": 16, "BLOCK": COLUMNS}, 4))
-    return plan
+def _plan_backward(grad_output, input, mean, rstd, weight, need_weight, need_bias, programs):
+    """`programs` bounds the rows of the partial sums: twice the multiprocessors."""
+    m, n = input.shape
+    acc = accumulator(input.dtype)
+    grad_input = input.new_empty((m, n))
+    constants = _constants(input, grad_output)
+    # Four more tiles live here than in the forward kernel: single elements and doubles then spill half as far out.
+    roomy = constants["ALIGNED"] and acc == torch.float32
+    block, warps = _row_block(n, input.dtype, _LONGEST if roomy else _LONGEST // 2)
+    tile = (block or _COLUMNS_BLOCK)["BLOCK_M"]
+    parts = min(triton.cdiv(m, tile), programs)
+    partials = [input.new_empty((parts, n), dtype=acc) if need else None for need in (need_weight, need_bias)]
+    strides = (grad_output.stride(0), input.stride(0), m, n)
+    if block:
+        arguments = (grad_output, input, mean, rstd, weight, grad_input, *partials, *strides)
+        plan = [Launch("layer_norm_backward", _backward_kernel, (parts,), arguments, constants | block, warps)]
+    else:
+        shift = torch.empty_like(mean)
+        arguments = (grad_output, input, mean, rstd, weight, grad_input, shift, *strides)
+        plan = [Launch("layer_norm_backward_long", _backward_long_kernel, (m,), arguments, constants | _LONG_BLOCK, 8)]
+        if need_weight or need_bias:
+            grid = (triton.cdiv(n, _COLUMNS_BLOCK["BLOCK_N"]), parts)
+            arguments = (grad_output, input, mean, rstd, shift, *partials, *strides)
+            plan.append(Launch("layer_norm_columns", _columns_kernel, grid, arguments, constants | _COLUMNS_BLOCK, 8))
+    dtype = input.dtype if weight is None else weight.dtype
+    grads = [input.new_empty((0 if partial is None else n,), dtype=dtype) for partial in partials]
+    for grad, partial in zip(grads, partials, strict=True):
+        if partial is not None:
+            grid = (triton.cdiv(n, _REDUCE_BLOCK["BLOCK_N"]),)
+            plan.append(Launch("layer_norm_reduce", _reduce_kernel, grid, (partial, grad, parts, n), _REDUCE_BLOCK, 4))
+    return (grad_input, *grads), plan
 
 
 def layer_norm_fwd(input, weight, bias, eps):
-    input = unit_last(input)
-    rows, columns = input.shape
-    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
-    output = input.new_empty(rows, columns)
-    mean = input.new_empty(rows, dtype=accumulator(input.dtype))
-    rstd = torch.empty_like(mean)
-    if columns:
-        run(_forward_plan(input, weight, bias, output, mean, rstd, eps), input.device)
-    return output, mean, rstd
+    """The launcher behind `seqkern::layer_norm_fwd`: (output, mean, rstd)."""
+    results, plan = _plan_forward(unit_last(input), weight, bias, eps)
+    run(plan, input.device)
+    return results
 
 
 def layer_norm_bwd(grad_output, input, mean, rstd, weight, need_weight, need_bias):
-    grad_output, input = unit_last(grad_output), unit_last(input)
-    rows, columns = input.shape
-    acc = accumulator(input.dtype)
-    programs = _backward_programs(rows, columns, acc, input.device) if columns else 0
-    grad_input = input.new_empty(rows, columns)
-    shift = torch.empty_like(mean)
-    partial = [input.new_empty(programs, columns, dtype=acc) if need else None for need in (need_weight, need_bias)]
-    if rows and columns:
-        weight_rows = None if weight is None else weight.contiguous()
-        plan = _backward_plan(grad_output, input, mean.contiguous(), rstd.contiguous(), weight_rows, grad_input, shift,
-                              *partial, programs)  # fmt: skip
-        run(plan, input.device)
-    dtype = input.dtype if weight is None else weight.dtype
-    return grad_input, *(input.new_empty(0, dtype=dtype) if p is None else p.sum(0).to(dtype) for p in partial)
+    """The launcher behind `seqkern::layer_norm_bwd`: (grad_input, grad_weight, grad_bias), (0,) where not needed."""
+    programs = 2 * multiprocessors(input.device)
+    tensors = (unit_last(grad_output), unit_last(input), mean, rstd, weight)
+    results, plan = _plan_backward(*tensors, need_weight, need_bias, programs)
+    run(plan, input.device)
+    return results

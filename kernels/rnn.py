@@ -1,224 +1,295 @@
-"""The LSTM cell in Triton, fused, forward and backward, and the sequence as one product and one cell launch a step.
+"""LSTM in Triton: the fused cell, and a layer as one matrix product a step around it.
 
-    i, f, o = sigmoid(.), g = tanh(.) of the four pre-activations;  c' = f c + i g;  h = o tanh(c')
-    (Hochreiter & Schmidhuber 1997; torch's gate order i, f, g, o)
+The idea. Everything that does not wait for h_{t-1} leaves the loop: one GEMM gives what the input contributes to the
+gates of all steps, and after the backward scan one GEMM each gives grad_input, grad_w_ih and grad_w_hh. Inside the
+loop a step is one product with w_hh and one kernel, which adds the products and the biases, applies the four gates
+and the state update, and keeps the gates for the backward pass where their preactivations were.
 
-The backward pass, with t = tanh(c') and d = dc' + dh o (1 - t^2):
+The equations (Hochreiter & Schmidhuber 1997; Jurafsky & Martin 9.19-9.26; gate order i f g o as in torch):
 
-    d(pre-activation) of i: d g i (1 - i),  f: d c f (1 - f),  g: d i (1 - g^2),  o: dh t o (1 - o);   dc = d f
+    a = w_ih x_t + w_hh h_{t-1} + b_ih + b_hh                i f o = sigmoid(a_i a_f a_o)      g = tanh(a_g)
+    c_t = f c_{t-1} + i g                                    h_t = o tanh(c_t)
+    dc = dc_t + dh_t o (1 - tanh(c_t)^2)                     dc_{t-1} = dc f
+    da_i = dc g i (1 - i)    da_f = dc c_{t-1} f (1 - f)     da_g = dc i (1 - g^2)    da_o = dh_t tanh(c_t) o (1 - o)
+    dh_{t-1} = w_hh^T da
 
-A cell is bound by memory: 9 values are read and written for a unit forward, 15 backward, against about 40 operations.
-One program takes a run of BLOCK (row, unit) pairs, whatever the shape, so no lane idles at odd hidden sizes; the gates
-of a unit lie H apart, each read in whole sectors. The sequence takes the products from torch: x W_ih^T for all steps at
-once, h W_hh^T step by step, the weight gradients as two products after the scan. Both products come in the accumulation
-dtype, and the cell writes its activations over the first: the sum is rounded nowhere.
+Preactivations, gates, cell states and the gradients that pass from step to step are float32 (float64 for float64):
+for bf16 and fp16 the products write float32 directly, so h_t is the only thing that is rounded in the loop.
 
-A launch a step costs a few microseconds whatever the size: a kernel that keeps W_hh on chip for the whole sequence has
-its place behind the same launchers. Not timed on a GPU yet.
+TRIED
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ._common import TRITON_DTYPE, Launch, accumulator, run, unit_last
-
-_SIZES = ["total", "H", "gates_stride", "c_stride", "grad_h_stride"]
-BLOCK, WARPS = 512, 4
+from ._common import TRITON_DTYPE, Launch, accumulator, aligned, run, unit_last
 
 
 @triton.jit
 def _sigmoid(x):
-    """exp of a non-positive number only: no overflow, and 0 and 1 are reached exactly."""
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, e, 1.0) / (1.0 + e)
+    """1 / (1 + e^-x). For x -> -inf e^-x becomes infinite and 1 / inf is 0: no NaN."""
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _tanh(x):
-    """(1 - e) / (1 + e) with e = exp(-2 |x|), and the series near zero, where that difference would cancel."""
-    a = tl.abs(x)
-    e = tl.exp(-2.0 * a)
-    square = a * a
-    series = a * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    t = tl.where(a < 0.03, series, (1.0 - e) / (1.0 + e))
-    return tl.where(x < 0, -t, t)
+    """tanh to a few ulp everywhere.
+
+    From |x| = 0.625 on 1 - 2 / (e^2|x| + 1), which saturates without NaN. Nearer to 0 that is the difference of two
+    ones: there x + x^3 P(x^2) / Q(x^2), the rational function of Cephes (tanh.c). One division serves both.
+    """
+    size = tl.abs(x)
+    z = x * x
+    p = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
+    q = ((z + 1.12811678491631932402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
+    small = size < 0.625
+    top = tl.where(small, size * z * p, -2.0)
+    bottom = tl.where(small, q, tl.exp(2.0 * size) + 1.0)
+    y = tl.where(small, size, 1.0) + top / bottom
+    return tl.where(x < 0, -y, y)
 
 
 @triton.jit
-def _units(total, H, BLOCK: tl.constexpr):
-    """The (row, unit) pairs of this program: flat index, row, unit, and which exist."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return index, index // H, index % H, index < total
+def _load_gates(pointer, at, mask, H, ACC: tl.constexpr):
+    """The tiles i, f, g, o of a row of 4 H."""
+    i = tl.load(pointer + at, mask=mask, other=0.0).to(ACC)
+    f = tl.load(pointer + at + H, mask=mask, other=0.0).to(ACC)
+    g = tl.load(pointer + at + 2 * H, mask=mask, other=0.0).to(ACC)
+    o = tl.load(pointer + at + 3 * H, mask=mask, other=0.0).to(ACC)
+    return i, f, g, o
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit
+def _store_gates(pointer, at, mask, H, i, f, g, o):
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    tl.store(pointer + at, i.to(dtype), mask=mask)
+    tl.store(pointer + at + H, f.to(dtype), mask=mask)
+    tl.store(pointer + at + 2 * H, g.to(dtype), mask=mask)
+    tl.store(pointer + at + 3 * H, o.to(dtype), mask=mask)
+
+
+@triton.jit
+def _position(B, H, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The rows (BLOCK_B, 1) and units (1, BLOCK_H) of this program, and the mask of those that exist."""
+    blocks = tl.cdiv(H, BLOCK_H)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
+    unit = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+    return row, unit, (row < B) & (unit < H)
+
+
+@triton.jit(do_not_specialize=["gates_stride", "recurrent_stride", "c_stride", "B", "H"])
 def _cell_forward_kernel(
     gates_ptr,
-    recurrent_ptr,  # (B, 4H) contiguous, added to the gates; or None
+    recurrent_ptr,
+    bias_ptr,
     c_ptr,
     h_ptr,
     c_new_ptr,
     activated_ptr,
-    total,
-    H,
     gates_stride,
+    recurrent_stride,
     c_stride,
+    B,
+    H,
     ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    index, row, unit, mask = _units(total, H, BLOCK)
-    at = row * gates_stride + unit
-    i = tl.load(gates_ptr + at, mask=mask).to(ACC)
-    f = tl.load(gates_ptr + at + H, mask=mask).to(ACC)
-    g = tl.load(gates_ptr + at + 2 * H, mask=mask).to(ACC)
-    o = tl.load(gates_ptr + at + 3 * H, mask=mask).to(ACC)
-    out = row * 4 * H + unit
+    """(BLOCK_B, BLOCK_H) cells a program. `recurrent` and `bias` may be None; `activated` may be `gates` itself."""
+    H = aligned(H, ALIGNED)
+    row, unit, mask = _position(B, H, BLOCK_B, BLOCK_H)
+    at = row * H + unit
+    c = tl.load(c_ptr + row * aligned(c_stride, ALIGNED) + unit, mask=mask, other=0.0).to(ACC)
+    i, f, g, o = _load_gates(gates_ptr, row * aligned(gates_stride, ALIGNED) + unit, mask, H, ACC)
     if recurrent_ptr is not None:
-        i += tl.load(recurrent_ptr + out, mask=mask).to(ACC)
-        f += tl.load(recurrent_ptr + out + H, mask=mask).to(ACC)
-        g += tl.load(recurrent_ptr + out + 2 * H, mask=mask).to(ACC)
-        o += tl.load(recurrent_ptr + out + 3 * H, mask=mask).to(ACC)
+        at_r = row * aligned(recurrent_stride, ALIGNED) + unit
+        i_r, f_r, g_r, o_r = _load_gates(recurrent_ptr, at_r, mask, H, ACC)
+        i, f, g, o = i + i_r, f + f_r, g + g_r, o + o_r
+    if bias_ptr is not None:
+        i_b, f_b, g_b, o_b = _load_gates(bias_ptr, unit, unit < H, H, ACC)
+        i, f, g, o = i + i_b, f + f_b, g + g_b, o + o_b
     i, f, g, o = _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
-    c = f * tl.load(c_ptr + row * c_stride + unit, mask=mask).to(ACC) + i * g
-    tl.store(activated_ptr + out, i, mask=mask)
-    tl.store(activated_ptr + out + H, f, mask=mask)
-    tl.store(activated_ptr + out + 2 * H, g, mask=mask)
-    tl.store(activated_ptr + out + 3 * H, o, mask=mask)
-    tl.store(c_new_ptr + index, c.to(c_new_ptr.dtype.element_ty), mask=mask)
-    tl.store(h_ptr + index, (o * _tanh(c)).to(h_ptr.dtype.element_ty), mask=mask)
+    c = f * c + i * g
+    tl.store(h_ptr + at, (o * _tanh(c)).to(h_ptr.dtype.element_ty), mask=mask)
+    tl.store(c_new_ptr + at, c.to(c_new_ptr.dtype.element_ty), mask=mask)
+    tl.debug_barrier()  # in place: every thread has read before any writes
+    _store_gates(activated_ptr, row * (4 * H) + unit, mask, H, i, f, g, o)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["grad_h_stride", "grad_c_stride", "c_stride", "B", "H"])
 def _cell_backward_kernel(
     grad_h_ptr,
-    recurrent_ptr,  # (B, H) contiguous, what reaches h from the step after; or None
+    recurrent_ptr,
     grad_c_ptr,
     activated_ptr,
     c_ptr,
     c_new_ptr,
     grad_gates_ptr,
     grad_c_prev_ptr,
-    total,
-    H,
     grad_h_stride,
+    grad_c_stride,
     c_stride,
+    B,
+    H,
     ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    index, row, unit, mask = _units(total, H, BLOCK)
-    at = row * 4 * H + unit
-    i = tl.load(activated_ptr + at, mask=mask)
-    f = tl.load(activated_ptr + at + H, mask=mask)
-    g = tl.load(activated_ptr + at + 2 * H, mask=mask)
-    o = tl.load(activated_ptr + at + 3 * H, mask=mask)
-    grad_h = tl.load(grad_h_ptr + row * grad_h_stride + unit, mask=mask).to(ACC)
+    """(BLOCK_B, BLOCK_H) cells a program.
+
+    `recurrent`, the part of dh that comes back through w_hh, may be None; `grad_c_prev` may be `grad_c` itself.
+    """
+    H = aligned(H, ALIGNED)
+    row, unit, mask = _position(B, H, BLOCK_B, BLOCK_H)
+    at = row * H + unit
+    grad_h_at = grad_h_ptr + row * aligned(grad_h_stride, ALIGNED) + unit
+    grad_c_at = grad_c_ptr + row * aligned(grad_c_stride, ALIGNED) + unit
+    i, f, g, o = _load_gates(activated_ptr, row * (4 * H) + unit, mask, H, ACC)
+    c = tl.load(c_ptr + row * aligned(c_stride, ALIGNED) + unit, mask=mask, other=0.0).to(ACC)
+    tanh_c = _tanh(tl.load(c_new_ptr + at, mask=mask, other=0.0).to(ACC))
+    grad_h = tl.load(grad_h_at, mask=mask, other=0.0).to(ACC)
     if recurrent_ptr is not None:
-        grad_h += tl.load(recurrent_ptr + index, mask=mask).to(ACC)
-    t = _tanh(tl.load(c_new_ptr + index, mask=mask).to(ACC))
-    grad_c = tl.load(grad_c_ptr + index, mask=mask).to(ACC) + grad_h * o * (1.0 - t * t)
-    c = tl.load(c_ptr + row * c_stride + unit, mask=mask).to(ACC)
-    out = grad_gates_ptr.dtype.element_ty
-    tl.store(grad_gates_ptr + at, (grad_c * g * i * (1.0 - i)).to(out), mask=mask)
-    tl.store(grad_gates_ptr + at + H, (grad_c * c * f * (1.0 - f)).to(out), mask=mask)
-    tl.store(grad_gates_ptr + at + 2 * H, (grad_c * i * (1.0 - g * g)).to(out), mask=mask)
-    tl.store(grad_gates_ptr + at + 3 * H, (grad_h * t * o * (1.0 - o)).to(out), mask=mask)
-    tl.store(grad_c_prev_ptr + index, (grad_c * f).to(grad_c_prev_ptr.dtype.element_ty), mask=mask)
+        grad_h += tl.load(recurrent_ptr + at, mask=mask, other=0.0).to(ACC)
+    grad_c = tl.load(grad_c_at, mask=mask, other=0.0).to(ACC) + grad_h * o * (1.0 - tanh_c * tanh_c)
+    grad_i = grad_c * g * i * (1.0 - i)
+    grad_f = grad_c * c * f * (1.0 - f)
+    grad_g = grad_c * i * (1.0 - g * g)
+    grad_o = grad_h * tanh_c * o * (1.0 - o)
+    _store_gates(grad_gates_ptr, row * (4 * H) + unit, mask, H, grad_i, grad_f, grad_g, grad_o)
+    tl.debug_barrier()  # in place: every thread has read before any writes
+    tl.store(grad_c_prev_ptr + at, (grad_c * f).to(grad_c_prev_ptr.dtype.element_ty), mask=mask)
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- plans and launchers ------------------------------------------------------------------------------------------
+
+_CELLS = 512  # of a tile: 4 a thread, so that the few thousand cells of a step spread over the whole device
 
 
-def _launch(kernel, pointers, hidden, strides, total):
+def _plan(kernel, tensors, rows, b, h, acc):
+    """One launch of a cell kernel; `rows` are the tensors whose row stride it takes."""
+    block_h = min(128, max(16, triton.next_power_of_2(h)))
+    strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in rows)
+    constants = {
+        "ACC": TRITON_DTYPE[acc],
+        "ALIGNED": all(n % 8 == 0 for n in (h, *strides)),
+        "BLOCK_B": _CELLS // block_h,
+        "BLOCK_H": block_h,
+    }
+    grid = (triton.cdiv(b, constants["BLOCK_B"]) * triton.cdiv(h, block_h),)
     name = kernel.__name__.strip("_").removesuffix("_kernel")
-    acc = TRITON_DTYPE[accumulator(pointers[0].dtype)]
-    grid = (triton.cdiv(total, BLOCK),)
-    return Launch(
-        f"lstm_{name}", kernel, grid, (*pointers, total, hidden, *strides), {"ACC": acc, "BLOCK": BLOCK}, WARPS
-    )
+    return Launch(f"lstm_{name}", kernel, grid, (*tensors, *strides, b, h), constants)
 
 
-def _forward_plan(gates, recurrent, c, h, c_new, activated):
-    pointers = (gates, recurrent, c, h, c_new, activated)
-    return [_launch(_cell_forward_kernel, pointers, c.size(1), (gates.stride(0), c.stride(0)), c.numel())]
+def _plan_cell_forward(gates, recurrent, bias, c, h, c_new, activated):
+    tensors = (gates, recurrent, bias, c, h, c_new, activated)
+    return _plan(_cell_forward_kernel, tensors, (gates, recurrent, c), *h.shape, activated.dtype)
 
 
-def _backward_plan(grad_h, recurrent, grad_c, activated, c, c_new, grad_gates, grad_c_prev):
-    pointers = (grad_h, recurrent, grad_c, activated, c, c_new, grad_gates, grad_c_prev)
-    return [_launch(_cell_backward_kernel, pointers, c.size(1), (grad_h.stride(0), c.stride(0)), c.numel())]
+def _plan_cell_backward(grad_h, recurrent, grad_c, activated, c, c_new, grad_gates, grad_c_prev):
+    tensors = (grad_h, recurrent, grad_c, activated, c, c_new, grad_gates, grad_c_prev)
+    return _plan(_cell_backward_kernel, tensors, (grad_h, grad_c, c), *grad_h.shape, activated.dtype)
 
 
 def lstm_cell_fwd(gates, c):
+    """The launcher behind `seqkern::lstm_cell_fwd`: (h, c_new, activated)."""
     gates, c = unit_last(gates), unit_last(c)
-    h = torch.empty_like(c, dtype=gates.dtype, memory_format=torch.contiguous_format)
-    c_new = torch.empty_like(c, memory_format=torch.contiguous_format)
-    activated = torch.empty_like(gates, dtype=accumulator(gates.dtype), memory_format=torch.contiguous_format)
-    run(_forward_plan(gates, None, c, h, c_new, activated), gates.device)
+    h = gates.new_empty(c.shape)
+    c_new = c.new_empty(c.shape)
+    activated = gates.new_empty(gates.shape, dtype=accumulator(gates.dtype))
+    run([_plan_cell_forward(gates, None, None, c, h, c_new, activated)], gates.device)
     return h, c_new, activated
 
 
 def lstm_cell_bwd(grad_h, grad_c, activated, c, c_new):
-    grad_h, c = unit_last(grad_h), unit_last(c)
-    grad_c, activated, c_new = grad_c.contiguous(), activated.contiguous(), c_new.contiguous()
-    grad_gates = torch.empty_like(activated, dtype=grad_h.dtype)
-    grad_c_prev = torch.empty_like(c, memory_format=torch.contiguous_format)
-    run(_backward_plan(grad_h, None, grad_c, activated, c, c_new, grad_gates, grad_c_prev), grad_h.device)
+    """The launcher behind `seqkern::lstm_cell_bwd`: (grad_gates, grad_c_prev)."""
+    grad_h, grad_c, c = unit_last(grad_h), unit_last(grad_c), unit_last(c)
+    activated, c_new = activated.contiguous(), c_new.contiguous()
+    grad_gates = grad_h.new_empty(activated.shape)
+    grad_c_prev = c.new_empty(c.shape)
+    run([_plan_cell_backward(grad_h, None, grad_c, activated, c, c_new, grad_gates, grad_c_prev)], grad_h.device)
     return grad_gates, grad_c_prev
 
 
 def _product(a, b):
-    """a @ b in the accumulation dtype."""
+    """a @ b in the accumulator's dtype, without rounding to a shorter one in between."""
     acc = accumulator(a.dtype)
     if a.dtype == acc:
         return a @ b
-    return torch.mm(a, b, out_dtype=acc) if a.is_cuda else a.to(acc) @ b.to(acc)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=acc)
+    return a.to(acc) @ b.to(acc)  # interpreted: torch has no mixed product on the CPU
+
+
+def _bias(b_ih, b_hh, acc):
+    """The sum of the biases that there are, or None."""
+    present = [bias.to(acc) for bias in (b_ih, b_hh) if bias is not None]
+    return sum(present[1:], start=present[0]) if present else None
 
 
 def lstm_fwd(input, h0, c0, w_ih, w_hh, b_ih, b_hh, reverse):
-    steps, batch, width = input.shape
-    hidden, acc = h0.size(1), accumulator(input.dtype)
-    gates = _product(input.reshape(steps * batch, width), w_ih.t()).view(steps, batch, 4 * hidden)
-    for bias in (b_ih, b_hh):
-        if bias is not None:
-            gates += bias.to(acc)
-    output = input.new_empty(steps, batch, hidden)
-    cells = input.new_empty(steps, batch, hidden, dtype=acc)
+    """The launcher behind `seqkern::lstm_fwd`: (output, cells, gates)."""
+    (t, b, _), n = input.shape, h0.size(1)
+    acc = accumulator(input.dtype)
+    output = input.new_empty((t, b, n))
+    cells = input.new_empty((t, b, n), dtype=acc)
+    gates = _product(input.reshape(t * b, input.size(2)), w_ih.t()).view(t, b, 4 * n)
+    bias = _bias(b_ih, b_hh, acc)
     h, c = h0, unit_last(c0)
-    for t in range(steps - 1, -1, -1) if reverse else range(steps):
+    for step in reversed(range(t)) if reverse else range(t):
         recurrent = _product(h, w_hh.t())
-        # The activations take the place of the pre-activations, element by element.
-        run(_forward_plan(gates[t], recurrent, c, output[t], cells[t], gates[t]), input.device)
-        h, c = output[t], cells[t]
+        at = gates[step]
+        run([_plan_cell_forward(at, recurrent, bias, c, output[step], cells[step], at)], input.device)
+        h, c = output[step], cells[step]
     return output, cells, gates
 
 
 def lstm_bwd(
-    grad_output, grad_h_n, grad_c_n, input, h0, c0, w_ih, w_hh, output, cells, gates, reverse, need_input, need_weights
+    grad_output,
+    grad_h_n,
+    grad_c_n,
+    input,
+    h0,
+    c0,
+    w_ih,
+    w_hh,
+    output,
+    cells,
+    gates,
+    reverse,
+    need_input,
+    need_weights,
 ):
-    steps, batch, width = input.shape
-    hidden, acc = h0.size(1), accumulator(input.dtype)
-    grad_output, c0 = unit_last(grad_output), unit_last(c0)
-    cells, gates = cells.contiguous(), gates.contiguous()
-    # In the inputs' dtype, which is what the products that follow take.
-    grad_gates = input.new_empty(steps, batch, 4 * hidden)
-    grad_h, grad_c = grad_h_n.to(acc).contiguous(), grad_c_n.to(acc).contiguous()
-    order = list(range(steps - 1, -1, -1) if reverse else range(steps))
-    for position in range(steps - 1, -1, -1):
-        t = order[position]
-        before = cells[order[position - 1]] if position else c0
-        grad_c_prev = torch.empty_like(grad_c)
-        pointers = (grad_output[t], grad_h, grad_c, gates[t], before, cells[t], grad_gates[t], grad_c_prev)
-        run(_backward_plan(*pointers), input.device)
-        grad_h, grad_c = _product(grad_gates[t], w_hh), grad_c_prev
+    """The launcher behind `seqkern::lstm_bwd`.
 
-    flat = grad_gates.view(steps * batch, 4 * hidden)
-    nothing = input.new_empty(0)
-    grad_input = _product(flat, w_ih).to(input.dtype).view_as(input) if need_input else nothing
-    grad_w_ih = grad_w_hh = grad_bias = nothing
+    (grad_input, grad_h0, grad_c0, grad_w_ih, grad_w_hh, grad_bias), (0,) where not needed.
+    """
+    (t, b, n), dtype, acc = output.shape, input.dtype, accumulator(input.dtype)
+    grad_output, c0 = unit_last(grad_output), unit_last(c0)
+    output, cells, gates = output.contiguous(), cells.contiguous(), gates.contiguous()
+    grad_gates = input.new_empty((t, b, 4 * n))
+    grad_h = grad_h_n.to(acc, copy=True, memory_format=torch.contiguous_format)  # what comes from the later steps
+    grad_c = grad_c_n.to(acc, copy=True, memory_format=torch.contiguous_format)
+    order = range(t) if reverse else range(t)[::-1]
+    for position, step in enumerate(order, 1):
+        c = cells[order[position]] if position < t else c0
+        tensors = (grad_output[step], grad_h, grad_c, gates[step], c, cells[step], grad_gates[step], grad_c)
+        run([_plan_cell_backward(*tensors)], input.device)
+        grad_h = _product(grad_gates[step], w_hh)
+
+    grad_input, grad_w_ih, grad_w_hh, grad_bias = (input.new_empty((0,)) for _ in range(4))
+    flat = grad_gates.view(t * b, 4 * n)
+    if need_input:
+        grad_input = (flat @ w_ih).view(input.shape)
     if need_weights:
-        earlier = torch.cat([output[1:], h0[None]] if reverse else [h0[None], output[:-1]])[:steps]
-        previous = earlier.reshape(steps * batch, hidden)
-        grad_w_ih = _product(flat.t(), input.reshape(steps * batch, width)).to(w_ih.dtype)
-        grad_w_hh = _product(flat.t(), previous).to(w_hh.dtype)
-        grad_bias = flat.sum(0, dtype=acc).to(w_hh.dtype)
-    return grad_input, grad_h.to(h0.dtype), grad_c.to(c0.dtype), grad_w_ih, grad_w_hh, grad_bias
+        grad_w_ih = _product(flat.t(), input.reshape(t * b, input.size(2))).to(dtype)
+        # h_{t-1}: the output one step earlier, and h0 at the step that ran first
+        later, before = (slice(0, -1), slice(1, None)) if reverse else (slice(1, None), slice(0, -1))
+        grad_w_hh = _product(grad_gates[later].reshape(-1, 4 * n).t(), output[before].reshape(-1, n))
+        if t > 0:
+            grad_w_hh += _product(grad_gates[-1 if reverse else 0].t(), h0)
+        grad_w_hh = grad_w_hh.to(dtype)
+        grad_bias = flat.sum(0, dtype=acc).to(dtype)
+    return grad_input, grad_h.to(dtype), grad_c.to(dtype), grad_w_ih, grad_w_hh, grad_bias

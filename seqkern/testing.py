@@ -309,12 +309,15 @@ def lstm_case(
         return units(output, 2, directions).flip(1), h.flip(1, 2), c.flip(1, 2)
 
     def expected(input: Tensor, h0: Tensor, c0: Tensor, **weights: Tensor) -> Any:
-        parameters, states = list(weights.values()), []
+        parameters: list[Any] = list(weights.values())
+        states = []
         for layer in range(num_layers):
             outputs = []
             for cell in range(layer * directions, (layer + 1) * directions):
-                own: Any = parameters[cell * per_cell : (cell + 1) * per_cell] + [None, None][: 4 - per_cell]
-                output, *state = reference.lstm(input, h0[cell], c0[cell], *own, reverse=cell % directions == 1)
+                w_ih, w_hh, b_ih, b_hh = (*parameters[cell * per_cell : (cell + 1) * per_cell], None, None)[:4]
+                output, *state = reference.lstm(
+                    input, h0[cell], c0[cell], w_ih, w_hh, b_ih, b_hh, cell % directions == 1
+                )
                 outputs.append(output)
                 states.append(state)
             input = torch.cat(outputs, -1)

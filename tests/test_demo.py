@@ -267,7 +267,7 @@ def synthetic_results() -> dict[str, Any]:
         "created": "2030-01-01", "version": "0", "quick": False, "seconds": 1.0,
         "machine": [("processor", "any")], "kernels": [{"op": "attention", "kernel": "C++", "reason": "it is"}],
         "verification": [case | {"kernel": kernel} for kernel in ("C++ generic", "C++ avx2")],
-        "cost": quadratic_cost.analyse(synthetic_points()),
+        "cost": quadratic_cost.analyse([*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)]),
         "text": {"source": "test", "train": 10, "held_out": 1,
                  "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
         "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final_steps": 50, "final": 0.02},
@@ -299,6 +299,8 @@ def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
     assert "url(" not in source
     assert "@import" not in source
     assert "All 1 checks passed" in source
+    assert source.count("not run") == 9  # at N = 16384 there is one point alone
+    assert "out of memory" in source
     names = {"index.html", "results.json", "cost.png", "cost.svg", "loss_transformer.png", "loss_transformer.svg"}
     assert {path.name for path in tmp_path.iterdir()} == names
     # The page can be drawn again from the JSON alone.

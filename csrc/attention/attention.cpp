@@ -45,8 +45,8 @@ struct Problem {
   ScalarType type, acc;
 };
 
-Problem check(const char* op, const Tensor& query, const Tensor& key, const Tensor& value, bool causal, int64_t diagonal,
-              double scale) {
+Problem check(const char* op, const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
+              int64_t diagonal, double scale) {
   Problem p;
   check_dim(query, 4, op, "query");
   p.shape.dtype = dtype_of(query, op, "query");

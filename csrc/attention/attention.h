@@ -40,7 +40,8 @@ struct AttentionBackward {
   void* grad_query;      // (queries, head_dim), contiguous
   void* grad_key;        // (keys, head_dim), contiguous
   void* grad_value;      // (keys, value_dim), contiguous
-  // Accumulators with rows padded to `padded(dtype, dim)` elements; the gradients themselves where that changes nothing.
+  // Accumulators with rows padded to `padded(dtype, dim)` elements; the gradients themselves where that changes
+  // nothing.
   void* key_sum;
   void* value_sum;
 };
@@ -59,8 +60,8 @@ struct AttentionKernels {
   void (*forward)(const AttentionForward&, int64_t query_block, void* scratch);
 
   // One block of queries, in four steps: begin; for every key block that it sees, ascending, scores and then keys; end.
-  // `keys` adds to the key block's sums, so the blocks of queries must reach it one after the other. The `first` to do so
-  // overwrites, the `last` writes the key block's gradients.
+  // `keys` adds to the key block's sums, so the blocks of queries must reach it one after the other. The `first` to do
+  // so overwrites, the `last` writes the key block's gradients.
   void (*backward_begin)(const AttentionBackward&, int64_t query_block, void* scratch);
   void (*backward_scores)(const AttentionBackward&, int64_t query_block, int64_t key_block, void* scratch);
   void (*backward_keys)(const AttentionBackward&, int64_t query_block, int64_t key_block, bool first, bool last,

@@ -83,15 +83,17 @@ struct Ahead {
     const char* base;
     int64_t stride, rows, lines, row, line;
   };
-  Region regions[2] = {};
+  Region regions[4] = {};
+  int count = 0;
   int64_t tiles;  // among which the lines are spread
 
   explicit Ahead(int64_t tiles_) : tiles(tiles_ > 0 ? tiles_ : 1) {}
-  void add(int index, const void* base, int64_t stride_bytes, int64_t rows, int64_t row_bytes) {
-    regions[index] = {static_cast<const char*>(base), stride_bytes, rows, (row_bytes + 63) / 64, 0, 0};
+  void add(const void* base, int64_t stride_bytes, int64_t rows, int64_t row_bytes) {
+    regions[count++] = {static_cast<const char*>(base), stride_bytes, rows, (row_bytes + 63) / 64, 0, 0};
   }
   SK_INLINE void fetch() {
-    for (Region& r : regions) {
+    for (int i = 0; i < count; ++i) {
+      Region& r = regions[i];
       for (int64_t n = (r.rows * r.lines + tiles - 1) / tiles; n > 0 && r.row < r.rows; --n) {
         __builtin_prefetch(r.base + r.row * r.stride + r.line * 64, 0, 2);
         if (++r.line == r.lines) r.line = 0, ++r.row;
@@ -188,12 +190,11 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
     const int64_t next = k + kBlockDepth, next_depth = p.depth - next < kBlockDepth ? p.depth - next : kBlockDepth;
     if (next >= p.depth) {
       const int64_t size = size_of(p.c_type);
-      ahead.add(0, static_cast<const char*>(p.c) + (m0 * p.columns + n0) * size, p.columns * size, rows,
-                columns * size);
+      ahead.add(static_cast<const char*>(p.c) + (m0 * p.columns + n0) * size, p.columns * size, rows, columns * size);
     } else {
       const int64_t size = size_of(p.a_type);
       const bool by_rows = p.a_k_stride == 1;
-      ahead.add(0, static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size,
+      ahead.add(static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size,
                 (by_rows ? p.a_row_stride : p.a_k_stride) * size, by_rows ? rows : next_depth,
                 (by_rows ? next_depth : rows) * size);
     }

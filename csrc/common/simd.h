@@ -258,13 +258,21 @@ template <class A> SK_INLINE Vec<A> sigmoid(Vec<A> x) {
 }
 
 // tanh |x| = (exp(2|x|) - 1) / (exp(2|x|) + 1) with exp - 1 taken whole: no cancellation near zero, 1 from |x| = 20 on.
-template <class A> SK_INLINE Vec<A> tanh(Vec<A> x) {
+// `slope` becomes its derivative 1 - tanh^2 = (1 - tanh |x|) (1 + tanh |x|), the first factor as 2 / (exp(2|x|) + 1): the
+// difference from 1 would cancel.
+template <class A> SK_INLINE Vec<A> tanh(Vec<A> x, Vec<A>& slope) {
   const IVec<A> sign = bit_cast<IVec<A>>(x) & bit_cast<IVec<A>>(broadcast<A>(A(-0.0)));
   const Vec<A> magnitude = vmin(broadcast<A>(20), bit_cast<Vec<A>>(bit_cast<IVec<A>>(x) ^ sign));
   Vec<A> scale;
   const Vec<A> p = expm1_reduced<A>(magnitude + magnitude, scale);
-  const Vec<A> expm1 = scale * p + (scale - A(1));
-  return bit_cast<Vec<A>>(bit_cast<IVec<A>>(divide(expm1, expm1 + A(2))) | sign);
+  const Vec<A> expm1 = scale * p + (scale - A(1)), denominator = expm1 + A(2);
+  const Vec<A> t = divide(expm1, denominator);
+  slope = A(2) * reciprocal(denominator) * (A(1) + t);
+  return bit_cast<Vec<A>>(bit_cast<IVec<A>>(t) | sign);
+}
+template <class A> SK_INLINE Vec<A> tanh(Vec<A> x) {
+  Vec<A> slope;
+  return tanh<A>(x, slope);
 }
 
 }}}  // namespace seqkern::SK_TIER::(anonymous)

@@ -34,8 +34,9 @@ SK_INLINE Gates<A> activate(const Gates<A>& z) {
 // dc is the gradient of c_t, and becomes that of c_{t-1}. Returns the gradients of the gates before activation.
 template <class A>
 SK_INLINE Gates<A> cell_gradient(const Gates<A>& s, Vec<A> c_prev, Vec<A> c, Vec<A> dh, Vec<A>& dc) {
-  const Vec<A> tanh_c = tanh<A>(c);
-  const Vec<A> dct = dc + dh * s.o * (A(1) - tanh_c * tanh_c);
+  Vec<A> slope;
+  const Vec<A> tanh_c = tanh<A>(c, slope);
+  const Vec<A> dct = dc + dh * s.o * slope;
   dc = dct * s.f;
   return {dct * s.g * (s.i * (A(1) - s.i)), dct * c_prev * (s.f * (A(1) - s.f)), dct * s.i * (A(1) - s.g * s.g),
           dh * tanh_c * (s.o * (A(1) - s.o))};
@@ -134,6 +135,15 @@ struct BackwardRows {
   int64_t row(int64_t s) const { return (p.reverse ? p.steps - 1 - s : s) * p.batch + begin; }
   int64_t gate_row(int64_t s) const { return (p.reverse ? p.step_end - 1 - s : s - p.step_begin) * p.batch + begin; }
 
+  // What cell_step will read and write.
+  void announce(int64_t s, int64_t u, int64_t units, Ahead& ahead) const {
+    const int64_t row_bytes = H * sizeof(A), bytes = units * sizeof(A);
+    ahead.add(static_cast<const A*>(p.gates) + row(s) * 4 * H + u, row_bytes, 4 * rows, bytes);
+    ahead.add(static_cast<A*>(p.grad_gates) + gate_row(s) * 4 * H + u, row_bytes, 4 * rows, bytes);
+    ahead.add(static_cast<const T*>(p.grad_output) + row(s) * H + u, H * sizeof(T), rows, units * sizeof(T));
+    if (s > 0) ahead.add(static_cast<const A*>(p.cells) + row(s - 1) * H + u, row_bytes, rows, bytes);
+  }
+
   // The gates' gradients of units [u0, u1) at step s from dh and dc; also into dz (rows, wide), where the product reads
   // them.
   void cell_step(int64_t s, int64_t u0, int64_t u1, A* dz) const {
@@ -184,11 +194,7 @@ void backward_rows(const LstmBackward& p, int64_t begin, int64_t end, acc_t<T>* 
       const int64_t units = H - u < kPanel<A> ? H - u : kPanel<A>;
       const A* panel = static_cast<const A*>(p.packed_w_hh) + u * 4 * H;
       Ahead ahead(slices * tile_count<A>(rows, units));
-      if (s > p.step_begin) {
-        const int64_t row_bytes = H * sizeof(A), unit_bytes = units * sizeof(A);
-        ahead.add(0, static_cast<const A*>(p.gates) + b.row(s - 1) * 4 * H + u, row_bytes, 4 * rows, unit_bytes);
-        ahead.add(1, static_cast<A*>(p.grad_gates) + b.gate_row(s - 1) * 4 * H + u, row_bytes, 4 * rows, unit_bytes);
-      }
+      if (s > p.step_begin) b.announce(s - 1, u, units, ahead);
       for (int64_t k = 0; k < 4 * H; k += kBlockDepth)
         multiply_panels<A>(rows, units, 4 * H - k < kBlockDepth ? 4 * H - k : kBlockDepth, dz + k, b.wide, 1,
                            panel + k * kPanel<A>, 0, b.dh + u, stride, k > 0, ahead);

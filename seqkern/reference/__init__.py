@@ -1,4 +1,4 @@
-"""The equations in plain PyTorch, one file an op: the executable specification and, in float64, the oracle of the tests."""
+"""The equations in plain PyTorch, one file an op: the executable specification and, in float64, the tests' oracle."""
 
 from seqkern.reference.attention import attention
 from seqkern.reference.layer_norm import layer_norm

@@ -43,13 +43,10 @@ def lstm(
     """
     wide = torch.promote_types(input.dtype, torch.float32)
     x, h, c, w, u = (t.to(wide) for t in (input, h0, c0, w_ih, w_hh))
-    z = x @ w.t()
-    for bias in (b_ih, b_hh):
-        if bias is not None:
-            z = z + bias.to(wide)
+    bias = 0 if b_ih is None or b_hh is None else b_ih.to(wide) + b_hh.to(wide)
     outputs = [h] * len(x)
     for t in reversed(range(len(x))) if reverse else range(len(x)):
-        h, c = lstm_cell(z[t] + h @ u.t(), c)
+        h, c = lstm_cell(x[t] @ w.t() + h @ u.t() + bias, c)
         outputs[t] = h
     output = torch.stack(outputs) if outputs else h.new_empty(0, *h.shape)
     return output.to(input.dtype), h.to(input.dtype), c.to(input.dtype)
