@@ -90,3 +90,51 @@ def aligned(value, ALIGNED: tl.constexpr):
     if ALIGNED:
         value = value // 8 * 8
     return value
+
+
+@triton.jit
+def load_tile(pointer, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EDGE: tl.constexpr = True):
+    """The (rows, columns) matrix at `pointer` as a (ROWS, COLUMNS) tile, zero where the tile is larger.
+
+    EDGE False promises at least ROWS rows.
+    """
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    mask = (column < columns)[None, :]
+    if EDGE:
+        mask = mask & (row < rows)[:, None]
+    return tl.load(pointer + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def head_rows(pointer, strides, b, h, row, ALIGNED: tl.constexpr):
+    """Where row `row` of head (b, h) begins, and the stride to the next row."""
+    stride = aligned(strides[2].to(tl.int64), ALIGNED)
+    return pointer + aligned(b * strides[0] + h * strides[1] + row * strides[2].to(tl.int64), ALIGNED), stride
+
+
+@triton.jit
+def store_tile(pointer, tile, rows, columns):
+    """Writes a tile to the contiguous (rows, columns) matrix at `pointer`, as far as that goes."""
+    row = tl.arange(0, tile.shape[0])
+    column = tl.arange(0, tile.shape[1])
+    at = pointer + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(at, tile.to(pointer.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def tile_scores(a, a_ptr, a_rows, a_stride, b, b_ptr, b_rows, b_stride, width, ACC, SLICE: tl.constexpr, PRECISION):
+    """a @ b^T over the head dimension: (A, width) x (B, width) -> (A, B).
+
+    Tensor cores take the tiles whole. Without them (fp32 "ieee", fp64) every thread would hold whole rows of both,
+    hundreds of registers, so there the tiles are read again in slices of SLICE columns, in a loop that must not unroll.
+    """
+    product = tl.zeros([a.shape[0], b.shape[0]], ACC)
+    if a.shape[1] <= SLICE:
+        product = dot(a, tl.trans(b), product, PRECISION)
+    else:
+        for first in range(0, width, SLICE):
+            a_slice = load_tile(a_ptr + first, a_rows, width - first, a_stride, a.shape[0], SLICE)
+            b_slice = load_tile(b_ptr + first, b_rows, width - first, b_stride, b.shape[0], SLICE)
+            product = dot(a_slice, tl.trans(b_slice), product, PRECISION)
+    return product

@@ -18,7 +18,11 @@ the centred values are centred once more: d = x - mean is exact there (Sterbenz)
 rounding took away. The stored mean is rounded as well, so the backward pass finds its own shift in the same way.
 
 What was tried, judged by the compiler's register report (no GPU speed has been measured yet):
-TRIED
+- rows of 8192 floats in one pass: 60 registers forward and 121 to 127 backward with 16 warps, just under the 128 that
+  such a program may use. Backward, 288 bytes spill when elements are loaded one by one and 32 with fp64: those walk
+  in blocks from half that length on;
+- var = sum(d^2) / N - shift^2 in one pass too: needs a guard against a negative result for constant rows. Where d
+  is in registers it is centred once more instead.
 """
 
 import torch
@@ -369,6 +373,7 @@ def _plan_backward(grad_output, input, mean, rstd, weight, need_weight, need_bia
 
 def layer_norm_fwd(input, weight, bias, eps):
     """The launcher behind `seqkern::layer_norm_fwd`: (output, mean, rstd)."""
+    weight, bias = (None if vector is None else unit_last(vector) for vector in (weight, bias))
     results, plan = _plan_forward(unit_last(input), weight, bias, eps)
     run(plan, input.device)
     return results
@@ -377,7 +382,28 @@ def layer_norm_fwd(input, weight, bias, eps):
 def layer_norm_bwd(grad_output, input, mean, rstd, weight, need_weight, need_bias):
     """The launcher behind `seqkern::layer_norm_bwd`: (grad_input, grad_weight, grad_bias), (0,) where not needed."""
     programs = 2 * multiprocessors(input.device)
-    tensors = (unit_last(grad_output), unit_last(input), mean, rstd, weight)
+    weight = None if weight is None else unit_last(weight)
+    tensors = (unit_last(grad_output), unit_last(input), mean.contiguous(), rstd.contiguous(), weight)
     results, plan = _plan_backward(*tensors, need_weight, need_bias, programs)
     run(plan, input.device)
     return results
+
+
+def aot_configurations(limit, thorough):
+    """The launches to compile ahead of time, as (name, launch); they do not depend on shared memory (`limit`).
+
+    thorough False: the common row lengths. True: every path, aligned and not, with and without weight and bias.
+    """
+    floats = (torch.bfloat16, torch.float32)
+    cases = [(dtype, n, True) for dtype in floats for n in (1024, 4096, 8192, 16384)]
+    if thorough:
+        lengths = [n - less for n in (16, 64, 1024, 2048, 4096, 8192, 16384) for less in (0, 3)]
+        dtypes = (*floats, torch.float16, torch.float64)
+        cases = [(dtype, n, affine) for dtype in dtypes for n in lengths for affine in (True, False)]
+    for dtype, n, affine in cases:
+        input = torch.empty((4096, n), dtype=dtype, device="meta")
+        weight = input.new_empty((n,)) if affine else None
+        (_, mean, rstd), forward = _plan_forward(input, weight, weight, 1e-5)
+        _, backward = _plan_backward(input, input, mean, rstd, weight, affine, affine, 264)
+        for launch in (forward + backward)[: None if not affine else -1]:  # both reductions are the same launch
+            yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-N{n}{'' if affine else '-plain'}", launch

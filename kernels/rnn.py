@@ -16,7 +16,8 @@ The equations (Hochreiter & Schmidhuber 1997; Jurafsky & Martin 9.19-9.26; gate 
 Preactivations, gates, cell states and the gradients that pass from step to step are float32 (float64 for float64):
 for bf16 and fp16 the products write float32 directly, so h_t is the only thing that is rounded in the loop.
 
-TRIED
+No GPU speed has been measured yet. A step is two launches from Python, which short steps will not hide; nothing in
+the loop waits for the device, so a caller may capture it in a CUDA graph.
 """
 
 import torch
@@ -293,3 +294,23 @@ def lstm_bwd(
         grad_w_hh = grad_w_hh.to(dtype)
         grad_bias = flat.sum(0, dtype=acc).to(dtype)
     return grad_input, grad_h.to(dtype), grad_c.to(dtype), grad_w_ih, grad_w_hh, grad_bias
+
+
+def aot_configurations(limit, thorough):
+    """The launches to compile ahead of time, as (name, launch); they do not depend on shared memory (`limit`).
+
+    Each as the cell alone and as a step of a layer. thorough adds hidden sizes and dtypes.
+    """
+    floats = (torch.bfloat16, torch.float32)
+    cases = [(dtype, 256) for dtype in floats]
+    if thorough:
+        cases = [(dtype, n) for dtype in (*floats, torch.float16, torch.float64) for n in (3, 64, 256, 1001)]
+    for dtype, n in cases:
+        h = torch.empty((32, n), dtype=dtype, device="meta")
+        c = h.new_empty(h.shape, dtype=accumulator(dtype))
+        gates, wide = h.new_empty((32, 4 * n)), c.new_empty((32, 4 * n))
+        label = f"{str(dtype).removeprefix('torch.')}-H{n}"
+        yield f"lstm_cell_forward-{label}", _plan_cell_forward(gates, None, None, h, h, h, wide)
+        yield f"lstm_step_forward-{label}", _plan_cell_forward(wide, wide, wide[0], c, h, c, wide)
+        yield f"lstm_cell_backward-{label}", _plan_cell_backward(h, None, h, wide, h, h, gates, h)
+        yield f"lstm_step_backward-{label}", _plan_cell_backward(h, c, c, wide, c, c, gates, c)

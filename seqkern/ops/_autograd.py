@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-
 _vjp: Any = torch.func.vjp  # its annotation has the three results of has_aux=True as well
 
 

@@ -1,0 +1,129 @@
+"""Compiles every Triton kernel for the GPUs that we ship to, without one, and reads what the assembler made of it.
+
+The configurations come from the launchers themselves (`aot_configurations` in each kernel file), so what is checked
+is what runs. They are compiled in a process of their own, where TRITON_INTERPRET is unset whatever this one has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+# shared memory of one block, from the CUDA programming guide's table of compute capabilities
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+REGISTERS, REGISTER_FILE = 255, 65536
+TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def compile_module(module: str, arch: int, thorough: bool, tf32: bool) -> list[dict[str, Any]]:
+    """Compiles the configurations of seqkern.kernels.<module>; what ptxas reports of each."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True  # a cached kernel has no log
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+
+    def source(launch: Any) -> Any:
+        """The specialisation that Triton picks for these arguments: 16-byte pointers, integers by their value."""
+        constants, attributes = dict(launch.constants), {}
+
+        def kind(parameter: Any, value: Any, path: tuple[int, ...]) -> Any:
+            if value is None:
+                constants[parameter.name] = None
+                return "constexpr"
+            if isinstance(value, torch.Tensor):
+                attributes[path] = [["tt.divisibility", 16]]
+                return "*" + TYPES[value.dtype]
+            if isinstance(value, tuple):
+                return tuple(kind(parameter, item, (*path, i)) for i, item in enumerate(value))
+            if isinstance(value, float):
+                return parameter.annotation_type or "fp32"
+            assert parameter.do_not_specialize, f"{parameter.name} would be compiled anew for some of its values"
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+        pairs = zip(launch.kernel.params, launch.arguments, strict=False)
+        signature = {parameter.name: kind(parameter, value, (i,)) for i, (parameter, value) in enumerate(pairs)}
+        signature |= dict.fromkeys(launch.constants, "constexpr")
+        return ASTSource(launch.kernel, signature, constants, attributes)
+
+    reports = []
+    kernels = importlib.import_module(f"seqkern.kernels.{module}")
+    for name, launch in kernels.aot_configurations(SHARED_MEMORY[arch], thorough):
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            compiled = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=options)
+        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
+        registers = re.findall(r"Used (\d+) registers", log.getvalue())
+        assert len(spills) == 2, f"{name}: no report from ptxas in {log.getvalue()!r}"
+        assert len(registers) == 1, f"{name}: no report from ptxas in {log.getvalue()!r}"
+        reports.append(
+            {
+                "name": name,
+                "spills": sum(map(int, spills)),
+                "registers": int(registers[0]),
+                "threads": 32 * launch.num_warps,
+                "shared": compiled.metadata.shared,
+            }
+        )
+    return reports
+
+
+def check(module: str, arch: int, thorough: bool = False, tf32: bool = False) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, __file__, module, str(arch), str(int(thorough)), str(int(tf32))]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    reports = json.loads(result.stdout.splitlines()[-1])
+    assert reports
+    failed = [
+        report
+        for report in reports
+        if report["spills"]
+        or report["registers"] > REGISTERS
+        or report["registers"] * report["threads"] > REGISTER_FILE
+        or report["shared"] > SHARED_MEMORY[arch]
+    ]
+    assert not failed, "\n".join(map(str, failed))
+
+
+MODULES = ["attention", "layer_norm", "rnn"]
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("module", MODULES)
+def test_fits_registers_and_shared_memory(module: str, arch: int) -> None:
+    check(module, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("module", MODULES)
+def test_every_configuration_fits(module: str, arch: int) -> None:
+    check(module, arch, thorough=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_attention_in_tf32_fits(arch: int) -> None:
+    check("attention", arch, thorough=True, tf32=True)
+
+
+if __name__ == "__main__":
+    module, arch, thorough, tf32 = sys.argv[1:]
+    print(json.dumps(compile_module(module, int(arch), thorough == "1", tf32 == "1")))
