@@ -42,7 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     begin = time.perf_counter()
-    corpus = text.load(options.text)
+    try:
+        corpus = text.load(options.text)
+    except (OSError, ValueError) as error:
+        console.print(f"--text: {error}", style="red", highlight=False, soft_wrap=True)
+        return 2
 
     machine, kernels = _library.describe_machine(), [asdict(seqkern.explain(op)) for op in _library.FUNCTIONS]
     console.print(machine_table(machine), kernels_table(kernels))

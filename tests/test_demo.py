@@ -164,6 +164,7 @@ def test_a_file_with_too_little_text_is_refused(tmp_path: Path) -> None:
     path.write_text("too short")
     with pytest.raises(ValueError, match="too little text"):
         text.load(path)
+    assert demo.main(["--text", str(path), "--out", str(tmp_path / "report")]) == 2
 
 
 # ---- models and training --------------------------------------------------------------------------------------------

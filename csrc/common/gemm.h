@@ -5,13 +5,16 @@
 // ascending k: the result does not change with the rows beside it. A sum is taken in slices of kGemmSlice terms, each
 // on its own and then added to C: half to a third of the error of one chain over 128 terms, for 1% of the time.
 //
-// Tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON) hold 6 x 4,
-// 16 hold 6 x 2; 8 x 3 and 14 x 2 do the same work per load but leave a remainder at the widths that occur (64, 128).
+// Tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON) hold 6 x
+// 4, 16 hold 6 x 2; 8 x 3 and 14 x 2 do the same work per load but leave a remainder at the widths that occur (64,
+// 128).
 #pragma once
 
 #include "simd.h"
 
-namespace seqkern { namespace SK_TIER { namespace {
+namespace seqkern {
+namespace SK_TIER {
+namespace {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kGemmRows = 6, kGemmVecs = 4;
@@ -74,4 +77,6 @@ void gemm(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64
   for (; n < N; n += W<A>) gemm_columns<A, 1>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
 }
 
-}}}  // namespace seqkern::SK_TIER::(anonymous)
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern

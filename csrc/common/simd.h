@@ -25,7 +25,9 @@
 #endif
 #define SK_INLINE inline __attribute__((always_inline))
 
-namespace seqkern { namespace SK_TIER { namespace {
+namespace seqkern {
+namespace SK_TIER {
+namespace {
 
 typedef float vf32 __attribute__((vector_size(SK_VEC_BYTES)));
 typedef double vf64 __attribute__((vector_size(SK_VEC_BYTES)));
@@ -34,17 +36,38 @@ typedef uint32_t vu32 __attribute__((vector_size(SK_VEC_BYTES)));
 typedef int64_t vi64 __attribute__((vector_size(SK_VEC_BYTES)));
 typedef uint16_t vu16 __attribute__((vector_size(SK_VEC_BYTES / 2)));  // as many as vf32 has lanes
 
-template <class A> struct VecTraits;
-template <> struct VecTraits<float> { using vec = vf32; using ivec = vi32; using integer = int32_t; };
-template <> struct VecTraits<double> { using vec = vf64; using ivec = vi64; using integer = int64_t; };
-template <class A> using Vec = typename VecTraits<A>::vec;
-template <class A> using IVec = typename VecTraits<A>::ivec;
-template <class A> constexpr int W = SK_VEC_BYTES / static_cast<int>(sizeof(A));
+template <class A>
+struct VecTraits;
+template <>
+struct VecTraits<float> {
+  using vec = vf32;
+  using ivec = vi32;
+  using integer = int32_t;
+};
+template <>
+struct VecTraits<double> {
+  using vec = vf64;
+  using ivec = vi64;
+  using integer = int64_t;
+};
+template <class A>
+using Vec = typename VecTraits<A>::vec;
+template <class A>
+using IVec = typename VecTraits<A>::ivec;
+template <class A>
+constexpr int W = SK_VEC_BYTES / static_cast<int>(sizeof(A));
 
-template <class A> SK_INLINE Vec<A> broadcast(A x) { return x - Vec<A>{}; }
-template <class A> constexpr int64_t round_up(int64_t n) { return (n + W<A> - 1) / W<A> * W<A>; }
+template <class A>
+SK_INLINE Vec<A> broadcast(A x) {
+  return x - Vec<A>{};
+}
+template <class A>
+constexpr int64_t round_up(int64_t n) {
+  return (n + W<A> - 1) / W<A> * W<A>;
+}
 
-template <class To, class From> SK_INLINE To bit_cast(const From& x) {
+template <class To, class From>
+SK_INLINE To bit_cast(const From& x) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast between different sizes");
   To y;
   __builtin_memcpy(&y, &x, sizeof(To));
@@ -52,7 +75,8 @@ template <class To, class From> SK_INLINE To bit_cast(const From& x) {
 }
 
 // The value as stored: a product that goes through here is rounded before it is added to anything, not fused.
-template <class V> SK_INLINE V rounded(V v) {
+template <class V>
+SK_INLINE V rounded(V v) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(v));
 #elif defined(__x86_64__)
@@ -64,8 +88,16 @@ template <class V> SK_INLINE V rounded(V v) {
 }
 
 // ---- load: W elements of T, as accumulators -------------------------------------------------------------------------
-SK_INLINE vf32 load(const float* p) { vf32 v; __builtin_memcpy(&v, p, sizeof(v)); return v; }
-SK_INLINE vf64 load(const double* p) { vf64 v; __builtin_memcpy(&v, p, sizeof(v)); return v; }
+SK_INLINE vf32 load(const float* p) {
+  vf32 v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+SK_INLINE vf64 load(const double* p) {
+  vf64 v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
 SK_INLINE vf32 load(const BFloat16* p) {
   vu16 h;
   __builtin_memcpy(&h, p, sizeof(h));
@@ -118,37 +150,45 @@ SK_INLINE void store(Half* p, vf32 v) {
 }
 
 // The first n < W elements; the other lanes are zero.
-template <class T> SK_INLINE Vec<acc_t<T>> load_partial(const T* p, int64_t n) {
+template <class T>
+SK_INLINE Vec<acc_t<T>> load_partial(const T* p, int64_t n) {
   T padded[W<acc_t<T>>] = {};
   for (int64_t i = 0; i < n; ++i) padded[i] = p[i];
   return load(padded);
 }
-template <class T> SK_INLINE void store_partial(T* p, Vec<acc_t<T>> v, int64_t n) {
+template <class T>
+SK_INLINE void store_partial(T* p, Vec<acc_t<T>> v, int64_t n) {
   T padded[W<acc_t<T>>];
   store(padded, v);
   for (int64_t i = 0; i < n; ++i) p[i] = padded[i];
 }
-template <class T> SK_INLINE Vec<acc_t<T>> load_upto(const T* p, int64_t n) {
+template <class T>
+SK_INLINE Vec<acc_t<T>> load_upto(const T* p, int64_t n) {
   return n >= W<acc_t<T>> ? load(p) : load_partial(p, n);
 }
-template <class T> SK_INLINE void store_upto(T* p, Vec<acc_t<T>> v, int64_t n) {
-  if (n >= W<acc_t<T>>) store(p, v); else store_partial(p, v, n);
+template <class T>
+SK_INLINE void store_upto(T* p, Vec<acc_t<T>> v, int64_t n) {
+  if (n >= W<acc_t<T>>) store(p, v);
+  else store_partial(p, v, n);
 }
 // Zeroes the lanes from n on.
-template <class A> SK_INLINE Vec<A> keep_first(Vec<A> v, int64_t n) {
+template <class A>
+SK_INLINE Vec<A> keep_first(Vec<A> v, int64_t n) {
   for (int i = 0; i < W<A>; ++i) v[i] = i < n ? v[i] : A(0);
   return v;
 }
 
 // ---- reductions, in a fixed order ----------------------------------------------------------------------------------
-template <class A> SK_INLINE A sum_lanes(Vec<A> v) {
+template <class A>
+SK_INLINE A sum_lanes(Vec<A> v) {
   A lanes[W<A>];
   store(lanes, v);
   for (int step = W<A> / 2; step > 0; step /= 2)
     for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
   return lanes[0];
 }
-template <class A> SK_INLINE A max_lanes(Vec<A> v) {
+template <class A>
+SK_INLINE A max_lanes(Vec<A> v) {
   A m = v[0];
   for (int i = 1; i < W<A>; ++i) m = v[i] > m ? v[i] : m;
   return m;
@@ -171,8 +211,8 @@ SK_MINMAX(vmin, vf32, _mm512_min_ps, _mm256_min_ps, <)
 SK_MINMAX(vmin, vf64, _mm512_min_pd, _mm256_min_pd, <)
 #undef SK_MINMAX
 
-// 1 / x and a / x for x of normal size whose reciprocal is normal too, to about 1 ulp. One division of 16 floats takes as
-// long as half the rest of a sigmoid: an estimate of 14 bits and a Newton step are several times faster.
+// 1 / x and a / x for x of normal size whose reciprocal is normal too, to about 1 ulp. One division of 16 floats takes
+// as long as half the rest of a sigmoid: an estimate of 14 bits and a Newton step are several times faster.
 SK_INLINE vf32 reciprocal(vf32 x) {
 #if defined(__AVX512F__)
   const vf32 estimate = bit_cast<vf32>(_mm512_rcp14_ps(x));
@@ -193,14 +233,17 @@ SK_INLINE vf64 reciprocal(vf64 x) { return 1.0 / x; }
 SK_INLINE vf64 divide(vf64 a, vf64 x) { return a / x; }
 
 // ---- exp, sigmoid, tanh --------------------------------------------------------------------------------------------
-template <class A> struct ExpConstants;
-template <> struct ExpConstants<float> {
+template <class A>
+struct ExpConstants;
+template <>
+struct ExpConstants<float> {
   static constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f, shifter = 0x1.8p23f;
   static constexpr float lowest = -87.33654f, highest = 88.72283f;  // exp is normal and finite between them
-  static constexpr float sigmoid_top = 87;                           // and so is 1 / (1 + exp)
+  static constexpr float sigmoid_top = 87;                          // and so is 1 / (1 + exp)
   static constexpr int mantissa = 23, bias = 127;
 };
-template <> struct ExpConstants<double> {
+template <>
+struct ExpConstants<double> {
   static constexpr double ln2_high = 0x1.62e42feep-1, ln2_low = 0x1.a39ef35793c76p-33, shifter = 0x1.8p52;
   static constexpr double lowest = -708.3964185322641, highest = 709.782712893384;
   static constexpr double sigmoid_top = 708;
@@ -209,7 +252,8 @@ template <> struct ExpConstants<double> {
 
 // x = n ln 2 + r with |r| <= ln 2 / 2; returns exp(r) - 1 with full relative accuracy, and 2^n through `scale`.
 // In float the minimax polynomial of degree 6 (relative error 2^-28), in double Taylor terms up to degree 13.
-template <class A> SK_INLINE Vec<A> expm1_reduced(Vec<A> x, Vec<A>& scale) {
+template <class A>
+SK_INLINE Vec<A> expm1_reduced(Vec<A> x, Vec<A>& scale) {
   using C = ExpConstants<A>;
   const Vec<A> shifted = x * A(1.4426950408889634) + C::shifter;
   const Vec<A> n = shifted - C::shifter;
@@ -242,7 +286,8 @@ template <class A> SK_INLINE Vec<A> expm1_reduced(Vec<A> x, Vec<A>& scale) {
 }
 
 // exp(x) for x <= 0, which is all that softmax and sigmoid need: under about 1 ulp; 0 below `lowest`, NaN for NaN.
-template <class A> SK_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
+template <class A>
+SK_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
   const Vec<A> lowest = broadcast<A>(ExpConstants<A>::lowest);
   Vec<A> scale;
   const Vec<A> p = expm1_reduced<A>(vmax(lowest, x), scale);
@@ -250,7 +295,8 @@ template <class A> SK_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
 }
 
 // 1 / (1 + exp(-x)), with exp(-x) held to normal numbers: both tails keep their relative accuracy, down to 1e-38.
-template <class A> SK_INLINE Vec<A> sigmoid(Vec<A> x) {
+template <class A>
+SK_INLINE Vec<A> sigmoid(Vec<A> x) {
   const Vec<A> top = broadcast<A>(ExpConstants<A>::sigmoid_top);
   Vec<A> scale;
   const Vec<A> p = expm1_reduced<A>(vmin(top, vmax(-top, -x)), scale);
@@ -258,9 +304,10 @@ template <class A> SK_INLINE Vec<A> sigmoid(Vec<A> x) {
 }
 
 // tanh |x| = (exp(2|x|) - 1) / (exp(2|x|) + 1) with exp - 1 taken whole: no cancellation near zero, 1 from |x| = 20 on.
-// `slope` becomes its derivative 1 - tanh^2 = (1 - tanh |x|) (1 + tanh |x|), the first factor as 2 / (exp(2|x|) + 1): the
-// difference from 1 would cancel.
-template <class A> SK_INLINE Vec<A> tanh(Vec<A> x, Vec<A>& slope) {
+// `slope` becomes its derivative 1 - tanh^2 = (1 - tanh |x|) (1 + tanh |x|), the first factor as 2 / (exp(2|x|) + 1):
+// the difference from 1 would cancel.
+template <class A>
+SK_INLINE Vec<A> tanh(Vec<A> x, Vec<A>& slope) {
   const IVec<A> sign = bit_cast<IVec<A>>(x) & bit_cast<IVec<A>>(broadcast<A>(A(-0.0)));
   const Vec<A> magnitude = vmin(broadcast<A>(20), bit_cast<Vec<A>>(bit_cast<IVec<A>>(x) ^ sign));
   Vec<A> scale;
@@ -270,9 +317,12 @@ template <class A> SK_INLINE Vec<A> tanh(Vec<A> x, Vec<A>& slope) {
   slope = A(2) * reciprocal(denominator) * (A(1) + t);
   return bit_cast<Vec<A>>(bit_cast<IVec<A>>(t) | sign);
 }
-template <class A> SK_INLINE Vec<A> tanh(Vec<A> x) {
+template <class A>
+SK_INLINE Vec<A> tanh(Vec<A> x) {
   Vec<A> slope;
   return tanh<A>(x, slope);
 }
 
-}}}  // namespace seqkern::SK_TIER::(anonymous)
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern

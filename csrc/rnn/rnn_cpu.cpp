@@ -16,7 +16,7 @@
 // to step; rounded values leave through `output` only. Backward, a panel of dh is followed at once by the previous
 // step's cell of the same units.
 //
-// Tried and lost (AVX-512, one core of Zen 4, T = 128, B = 16, I = H = 256, float32; a product is 9.2 ms at the peak rate):
+// Tried and lost (AVX-512, one core of Zen 4; T = 128, B = 16, I = H = 256, float32; 9.2 ms a product at peak rate):
 //   - torch's matmul (MKL) for the products that are not in the loop: 93-97 GF/s, blocked_gemm.h 104-110.
 //   - gates' gradients of all steps kept for one product at the end: 10 % of a training step, most of it page faults.
 //   - the cell of all units after the whole product, without prefetch: backward loop 11.9 ms against 11.2, forward loop
