@@ -292,12 +292,14 @@ def _grad_key_value_kernel(
         full = tl.cdiv(tl.minimum(Nq, tl.maximum(0, key0 + BLOCK_K - 1 - diagonal)), BLOCK_Q) * BLOCK_Q
         grad_key, grad_value = _grad_key_value_blocks(
             grad_key, grad_value, key, key_ptr, k_stride, value, value_ptr, v_stride,
-            query_ptr, q_strides, grad_out_ptr, g_strides, lse_ptr, delta_ptr, b, hk, first, full, key0, diagonal, scale_log2, H, Hk, Nq, Nk, D, DV,
+            query_ptr, q_strides, grad_out_ptr, g_strides, lse_ptr,
+            delta_ptr, b, hk, first, full, key0, diagonal, scale_log2, H, Hk, Nq, Nk, D, DV,
             True, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE
         )
     grad_key, grad_value = _grad_key_value_blocks(
         grad_key, grad_value, key, key_ptr, k_stride, value, value_ptr, v_stride,
-        query_ptr, q_strides, grad_out_ptr, g_strides, lse_ptr, delta_ptr, b, hk, full, Nq, key0, diagonal, scale_log2, H, Hk, Nq, Nk, D, DV,
+        query_ptr, q_strides, grad_out_ptr, g_strides, lse_ptr,
+        delta_ptr, b, hk, full, Nq, key0, diagonal, scale_log2, H, Hk, Nq, Nk, D, DV,
         False, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE
     )
     first_key = key_head * Nk + key0
