@@ -61,8 +61,8 @@ class Recipe:
 
 
 RECIPES = {
-    "transformer": Recipe(steps=1000, learning_rate=4e-3),
-    "LSTM": Recipe(steps=1000, learning_rate=8e-3),
+    "transformer": Recipe(steps=600, learning_rate=4e-3),
+    "LSTM": Recipe(steps=600, learning_rate=8e-3),
 }
 
 

@@ -362,8 +362,7 @@ def _plan_backward(grad_output, input, mean, rstd, weight, need_weight, need_bia
             grid = (triton.cdiv(n, _COLUMNS_BLOCK["BLOCK_N"]), parts)
             arguments = (grad_output, input, mean, rstd, shift, *partials, *strides)
             plan.append(Launch("layer_norm_columns", _columns_kernel, grid, arguments, constants | _COLUMNS_BLOCK, 8))
-    dtype = input.dtype if weight is None else weight.dtype
-    grads = [input.new_empty((0 if partial is None else n,), dtype=dtype) for partial in partials]
+    grads = [input.new_empty((0 if partial is None else n,), dtype=acc) for partial in partials]
     for grad, partial in zip(grads, partials, strict=True):
         if partial is not None:
             grid = (triton.cdiv(n, _REDUCE_BLOCK["BLOCK_N"]),)

@@ -145,6 +145,17 @@ def test_parameters_in_another_dtype(isa):
     assert torch.equal(output, exact.to(torch.bfloat16))
 
 
+def test_parameter_gradients_are_rounded_to_their_own_dtype(isa):
+    """70000 fits a float32 bias but not a float16 weight; 1007.8125 would lose its end in bfloat16."""
+    x, bias = torch.randn(70000, 2), torch.zeros(2, requires_grad=True)
+    seqkern.layer_norm(x, (2,), torch.ones(2, dtype=torch.float16), bias).sum().backward()
+    assert bias.grad.tolist() == [70000.0, 70000.0]
+    bias = torch.zeros(2, requires_grad=True)
+    output = seqkern.layer_norm(torch.randn(1000, 2, dtype=torch.bfloat16), (2,), None, bias)
+    output.backward(torch.full_like(output, 1.0078125))
+    assert bias.grad.tolist() == [1007.8125, 1007.8125]
+
+
 # ---- determinism --------------------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,35 @@ def test_command_line_names_every_op():
     assert torch.__version__ in output
 
 
+# ---- torch.compile around a transform ---------------------------------------------------------------------------------
+
+
+def test_compiled_transforms_keep_their_derivatives():
+    """The compiler drops the backward of an autograd.Function inside func.grad: the ops refuse, and eager takes over."""
+    x = torch.randn(3, 8)
+
+    def loss(x):
+        return seqkern.layer_norm(x, (8,)).sin().sum()
+
+    gradient = torch.func.grad(loss)
+    torch.testing.assert_close(torch.compile(gradient, backend="eager")(x), gradient(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="seqkern ops inside a torch.func transform"):
+        torch.compile(gradient, backend="eager", fullgraph=True)(x)
+
+
+def test_compiled_forward_mode_keeps_its_tangent():
+    def function(x):
+        return seqkern.layer_norm(x, (8,)).sin()
+
+    x, direction = torch.randn(3, 8), torch.randn(3, 8)
+    expected = torch.func.jvp(function, (x,), (direction,))[1]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, direction)
+        output = torch.compile(function, backend="eager")(dual)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(output).tangent, expected)
+
+
 # ---- the error rule -----------------------------------------------------------------------------------------------
 
 

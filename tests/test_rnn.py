@@ -662,3 +662,13 @@ def test_the_op_itself_guards_its_pointers(words, change):
     arguments = dict(enumerate((X, H0[0], C0[0], *WEIGHTS, False))) | change
     with pytest.raises(RuntimeError, match=f"lstm_fwd: {words}"):
         torch.ops.seqkern.lstm_fwd(*arguments.values())
+
+
+@pytest.mark.parametrize("c", [1e14, 1e30])
+def test_a_saturated_cell_passes_no_gradient(c, isa):
+    """tanh'(c) is 0 there; any rest of it would be multiplied by c on its way to the forget gate."""
+    weights = [p.detach().requires_grad_() for p in torch.nn.LSTM(3, 5).parameters()]
+    state = (torch.zeros(1, 2, 5), torch.full((1, 2, 5), c))
+    output, _ = seqkern.lstm(torch.randn(3, 2, 3), state, weights)
+    (bias,) = torch.autograd.grad(output.sum(), weights[2:3])
+    assert torch.equal(bias[5:10], torch.zeros(5))

@@ -314,7 +314,8 @@ SK_INLINE Vec<A> tanh(Vec<A> x, Vec<A>& slope) {
   const Vec<A> p = expm1_reduced<A>(magnitude + magnitude, scale);
   const Vec<A> expm1 = scale * p + (scale - A(1)), denominator = expm1 + A(2);
   const Vec<A> t = divide(expm1, denominator);
-  slope = A(2) * reciprocal(denominator) * (A(1) + t);
+  // Beyond the clamp the derivative is no number of this type; a large cell state must not find a rest of it.
+  slope = magnitude >= A(20) ? Vec<A>{} : A(2) * reciprocal(denominator) * (A(1) + t);
   return bit_cast<Vec<A>>(bit_cast<IVec<A>>(t) | sign);
 }
 template <class A>

@@ -119,11 +119,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, con
     }
     return sum;
   };
-  // In the parameters' type: rounded once, from the whole sum.
-  const ScalarType type = weight ? weight->scalar_type() : input.scalar_type();
-  Tensor grad_weight = total(weight_partial, need_weight), grad_bias = total(bias_partial, need_bias);
-  return {grad_input, type == acc ? grad_weight : torch::stable::to(grad_weight, type),
-          type == acc ? grad_bias : torch::stable::to(grad_bias, type)};
+  return {grad_input, total(weight_partial, need_weight), total(bias_partial, need_bias)};
 }
 
 }  // namespace

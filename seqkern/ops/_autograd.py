@@ -47,10 +47,19 @@ def eager(function: type[torch.autograd.Function]) -> type[torch.autograd.Functi
 
 
 def transforms_active() -> bool:
-    """Whether forward-mode differentiation or a torch.func transform (grad, jvp, vmap, ...) is under way."""
-    if torch.compiler.is_compiling():
-        return False
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    """Whether forward-mode differentiation or a torch.func transform (grad, jvp, vmap, ...) is under way.
+
+    Raises:
+        NotImplementedError: under torch.compile, which would lose the op's derivatives inside a transform. Without
+            fullgraph=True the compiler catches it and leaves the call to eager, where transforms work.
+    """
+    active = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if active and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "seqkern ops inside a torch.func transform or forward-mode differentiation cannot be compiled with "
+            "fullgraph=True: compile the function inside the transform, or allow graph breaks"
+        )
+    return active
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:

@@ -266,7 +266,11 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, diagonal: int, scale: float | None, op: str
 ) -> tuple[Tensor, Tensor]:
     """Any equal number of dimensions >= 2, brought to (batch, heads, length, dim) and back."""
+    if isinstance(scale, Tensor):
+        raise TypeError(f"{op}: scale must be a number or None, got a tensor: scale the query for a gradient of it")
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+    if not abs(scale) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{op}: scale must be a finite float32 number, got {scale}")
     leading = query.shape[:-2]
     if len(leading) < 2:
         query, key, value = (t[(None,) * (2 - len(leading))] for t in (query, key, value))

@@ -169,6 +169,8 @@ class _LayerNormBackward(torch.autograd.Function):
         grad_input, grad_weight, grad_bias = kernel("layer_norm_bwd", input)(
             grad_output, input, mean, rstd, weight, need_weight, need_bias
         )
+        # The sums come in the accumulation dtype: each is rounded once, to its own parameter's.
+        grad_weight = grad_weight if weight is None else grad_weight.to(weight.dtype)
         return grad_input, grad_weight, grad_bias if bias is None else grad_bias.to(bias.dtype)
 
     @staticmethod
@@ -222,7 +224,7 @@ def _(
     need_weight: bool,
     need_bias: bool,
 ) -> Any:
-    dtype = input.dtype if weight is None else weight.dtype
+    dtype = _statistics_dtype(input)
     columns = input.shape[1]
     return (
         input.new_empty(input.shape),
