@@ -86,11 +86,11 @@ def test_command_line_names_every_op():
     assert torch.__version__ in output
 
 
-# ---- torch.compile around a transform ---------------------------------------------------------------------------------
+# ---- torch.compile around a transform -------------------------------------------------------------------------------
 
 
 def test_compiled_transforms_keep_their_derivatives():
-    """The compiler drops the backward of an autograd.Function inside func.grad: the ops refuse, and eager takes over."""
+    """The compiler drops the backward of a Function inside func.grad: the ops refuse, and eager takes over."""
     x = torch.randn(3, 8)
 
     def loss(x):
