@@ -381,6 +381,14 @@ def test_functional_transforms():
         torch.testing.assert_close(transform(ours)(*inputs), transform(theirs)(*inputs))
 
 
+def test_no_samples_and_no_heads():
+    none = torch.empty(0, 2, 4, 5, 8)
+    assert torch.func.vmap(seqkern.attention)(none, none, none).shape == none.shape
+    query, value = torch.empty(2, 0, 5, 8), torch.randn(2, 2, 5, 3)
+    output = seqkern.scaled_dot_product_attention(query, query, value, enable_gqa=True)
+    assert output.shape == (2, 0, 5, 3)
+
+
 # ---- torch's machinery --------------------------------------------------------------------------------------------
 
 OPCHECK_INPUTS = {

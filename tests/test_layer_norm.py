@@ -212,6 +212,13 @@ def test_gradients_only_for_what_needs_them(wanted):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_no_samples():
+    x, weight = torch.empty(0, 3, 7), torch.ones(7)
+    assert torch.func.vmap(lambda x: seqkern.layer_norm(x, (7,), weight))(x).shape == x.shape
+    each = torch.func.vmap(lambda x, w: seqkern.layer_norm(x, (7,), w))
+    assert each(x, weight.expand(0, 7)).shape == x.shape
+
+
 def test_functional_transforms():
     x, (weight, bias) = torch.randn(4, 3, 7, dtype=torch.float64), parameters(7)
 

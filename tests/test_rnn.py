@@ -431,6 +431,27 @@ def test_functional_transforms():
         torch.testing.assert_close(transform(ours)(x, h, c, *weights), transform(theirs)(x, h, c, *weights))
 
 
+def test_no_samples():
+    x, h, c = (t.expand(0, *t.shape) for t in sequence())
+    weights = parameters()
+    for mapped in (
+        torch.func.vmap(lambda x: seqkern.lstm(x, None, weights)[0])(x),
+        torch.func.vmap(lambda x, *w: seqkern.lstm(x, None, w)[0])(x, *(w.expand(0, *w.shape) for w in weights)),
+    ):
+        assert mapped.shape == (0, *x.shape[1:3], 7)
+    assert torch.func.vmap(lambda x, h, c: seqkern.lstm_cell(x, (h, c), *weights)[0])(
+        x[:, 0], h[:, 0], c[:, 0]
+    ).shape == (0, *h.shape[2:])
+
+
+def test_float64_stays_out_of_autocast():
+    x, h, c = sequence(dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert seqkern.lstm(x, (h, c), parameters(dtype=torch.float64))[0].dtype == torch.float64
+        with pytest.raises(TypeError, match="must have the input's dtype torch.float64, got torch.float32"):
+            seqkern.lstm(x, (h, c), parameters())
+
+
 def test_cell_functional_transforms():
     x, h, c = (t[0].expand(4, *t[0].shape).clone() for t in sequence(1, 2, 3, 5, dtype=torch.float64))
     weights = parameters(3, 5, dtype=torch.float64)
@@ -639,7 +660,11 @@ WEIGHTS = parameters()
         (ValueError, "LSTM: input must have 2 or 3 dimensions", lambda: seqkern.nn.LSTM(4, 7)(X[None])),
         (ValueError, r"LSTM: hx\[0\] must have 2 dimensions beside an input without a batch",
          lambda: seqkern.nn.LSTM(4, 7)(X[:, 0], (H0, C0))),
+        (TypeError, r"LSTM: hx\[1\] must be a tensor, got list",
+         lambda: seqkern.nn.LSTM(4, 7)(X[:, 0], (H0[:, 0], [0.0]))),
         (ValueError, "LSTMCell: input must have 1 or 2 dimensions", lambda: seqkern.nn.LSTMCell(4, 7)(X)),
+        (TypeError, "LSTMCell: hx must be a pair of tensors.*got 3 of them",
+         lambda: seqkern.nn.LSTMCell(4, 7)(X[0, 0], (H0, C0, C0))),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(error, words, call):

@@ -31,7 +31,8 @@ inline int64_t worker_count(int64_t items) {
 }
 
 // Calls worker(queue, index) for index in [0, worker_count(items)): in parallel where torch grants the threads, one
-// after the other where it does not (inside another parallel region), so workers must never wait for each other.
+// after the other where it does not (inside another parallel region). So a worker may wait only for an item taken from
+// the queue before its own: that one is finished, or is being worked on by a thread that runs.
 template <class Worker>
 void parallel_workers(int64_t items, const Worker& worker) {
   if (items <= 0) return;

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from seqkern.ops.rnn import lstm, lstm_cell
+from seqkern.ops.rnn import check_pair, lstm, lstm_cell
 
 
 class LSTM(torch.nn.LSTM):
@@ -62,14 +62,7 @@ class LSTM(torch.nn.LSTM):
         batched, batch_dim = input.dim() == 3, 0 if self.batch_first else 1
         if not batched:
             input = input.unsqueeze(batch_dim)
-            if hx is not None:
-                for i, state in enumerate(hx):
-                    if state.dim() != 2:
-                        raise ValueError(
-                            f"LSTM: hx[{i}] must have 2 dimensions beside an input without a batch, "
-                            f"got shape {tuple(state.shape)}"
-                        )
-                hx = (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
+            hx = None if hx is None else _with_batch("LSTM", hx, 2, 1)
         output, (h_n, c_n) = lstm(
             input,
             hx,
@@ -109,6 +102,17 @@ class LSTMCell(torch.nn.LSTMCell):
             zeros = input.new_zeros(input.shape[0], self.hidden_size)
             hx = (zeros, zeros)
         elif not batched:
-            hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0))
+            hx = _with_batch("LSTMCell", hx, 1, 0)
         h, c = lstm_cell(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
+
+
+def _with_batch(op: str, hx: tuple[Tensor, Tensor], dims: int, batch_dim: int) -> tuple[Tensor, Tensor]:
+    """The state beside an input without a batch, with a batch of one."""
+    for i, state in enumerate(check_pair(op, hx)):
+        if state.dim() != dims:
+            raise ValueError(
+                f"{op}: hx[{i}] must have {dims} dimension{'s' * (dims > 1)} beside an input without a batch, "
+                f"got shape {tuple(state.shape)}"
+            )
+    return hx[0].unsqueeze(batch_dim), hx[1].unsqueeze(batch_dim)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what every op takes
+
 _vjp: Any = torch.func.vjp  # its annotation has the three results of has_aux=True as well
 
 
@@ -119,3 +121,21 @@ def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents
     _, push = _vjp(pullback, zeros)
     (result,) = push(tuple(input_tangents[i] for i in indices))
     return result
+
+
+def per_sample(op: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
+    """The batching rule of last resort: a call for every sample, the results stacked along a first dimension."""
+
+    def sample(argument: Any, dim: int | None, index: int) -> Any:
+        if not isinstance(argument, Tensor) or dim is None:
+            return argument
+        if samples == 0:  # the shapes of the results still have to come from a call
+            return argument.new_zeros([size for d, size in enumerate(argument.shape) if d != dim])
+        return argument.select(dim, index)
+
+    calls = [
+        op(*(sample(argument, dim, index) for argument, dim in zip(args, in_dims, strict=True)))
+        for index in range(max(samples, 1))
+    ]
+    outputs = tuple(torch.stack(results)[:samples] for results in zip(*calls, strict=True))
+    return outputs, (0,) * len(outputs)

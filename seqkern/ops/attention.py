@@ -10,9 +10,7 @@ from torch import Tensor
 
 from seqkern import reference
 from seqkern._library import backend_for, kernel
-from seqkern.ops._autograd import Cost, apply, eager, gradients, tangents, wants_gradient
-
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
 
 
 def scaled_dot_product_attention(
@@ -243,7 +241,7 @@ def _broadcast(op: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool
         _check_heads(op, query, key, "key")
         _check_heads(op, query, value, "value")
         if key.shape[-3] != value.shape[-3]:  # a head of one belongs to several of the other: give every query its own
-            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+            key, value = (t.repeat_interleave(query.shape[-3] // max(t.shape[-3], 1), -3) for t in (key, value))
         tail = 3
     batches = [t.shape[:-tail] for t in (query, key, value)]
     if batches[0] == batches[1] == batches[2]:
@@ -409,6 +407,8 @@ def _(info: Any, in_dims: Any, *args: Any) -> Any:
 
 def _fold(op: Any, samples: int, in_dims: Any, args: Any) -> Any:
     """The samples become part of the batch, which every tensor has as its first dimension."""
+    if samples == 0:
+        return per_sample(op, samples, in_dims, args)
 
     def fold(argument: Any, dim: int | None) -> Any:
         if not isinstance(argument, Tensor):

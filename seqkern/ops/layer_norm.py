@@ -11,9 +11,7 @@ from torch import Tensor
 
 from seqkern import reference
 from seqkern._library import backend_for, kernel
-from seqkern.ops._autograd import Cost, apply, eager, gradients, tangents, wants_gradient
-
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
 
 
 def layer_norm(
@@ -237,7 +235,7 @@ def _(
 def _(info: Any, in_dims: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     op = torch.ops.seqkern.layer_norm_fwd
     if in_dims[1] is not None or in_dims[2] is not None:  # parameters of their own for every sample: one call each
-        return _loop(op, info.batch_size, in_dims[:3], (input, weight, bias), (eps,))
+        return per_sample(op, info.batch_size, in_dims, (input, weight, bias, eps))
     x = input.movedim(in_dims[0], 0)
     outputs = op(x.flatten(0, 1), weight, bias, eps)
     return tuple(t.unflatten(0, x.shape[:2]) for t in outputs), (0, 0, 0)
@@ -248,19 +246,10 @@ def _(info: Any, in_dims: Any, *args: Any) -> Any:
     op = torch.ops.seqkern.layer_norm_bwd
     tensors, (need_weight, need_bias) = args[:5], args[5:]
     if need_weight or need_bias or in_dims[4] is not None:  # gradients of the parameters for every sample
-        return _loop(op, info.batch_size, in_dims[:5], tensors, (need_weight, need_bias))
+        return per_sample(op, info.batch_size, in_dims, args)
     rows = [
         t.movedim(d, 0) if d is not None else t.expand(info.batch_size, *t.shape)
         for t, d in zip(tensors[:4], in_dims[:4], strict=True)
     ]
     grad_input, empty, _ = op(*(t.flatten(0, 1) for t in rows), tensors[4], False, False)
     return (grad_input.unflatten(0, rows[1].shape[:2]), empty, empty.clone()), (0, None, None)
-
-
-def _loop(op: Any, batch_size: int, in_dims: Any, tensors: Any, rest: Any) -> Any:
-    samples = [
-        op(*(t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims, strict=True)), *rest)
-        for i in range(batch_size)
-    ]
-    outputs = tuple(torch.stack(column) for column in zip(*samples, strict=True))
-    return outputs, (0,) * len(outputs)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from seqkern import reference
 from seqkern._library import backend_for, kernel
-from seqkern.ops._autograd import Cost, apply, eager, gradients, tangents, wants_gradient
-
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
 
 
 def lstm(
@@ -80,7 +78,7 @@ def lstm(
         zeros = input.new_zeros(expected)
         hx = (zeros, zeros)
     else:
-        hx = _check_pair(op, hx)
+        hx = check_pair(op, hx)
         for name, state in zip(("hx[0]", "hx[1]"), hx, strict=True):
             _check_like(op, name, state, input, expected)
     input, h0, c0, *weights = _autocast(input, *hx, *weights)
@@ -139,7 +137,7 @@ def lstm_cell(
     """
     op = "lstm_cell"
     _check_tensor(op, "input", input, 2)
-    h, c = _check_pair(op, hx)
+    h, c = check_pair(op, hx)
     _check_tensor(op, "w_hh", w_hh, 2)
     batch, inputs, hidden = input.shape[0], input.shape[1], w_hh.shape[1]
     _check_like(op, "hx[0]", h, input, (batch, hidden))
@@ -197,16 +195,21 @@ def _check_like(op: str, name: str, t: Tensor, input: Tensor, shape: tuple[int, 
     _check_tensor(op, name, t, len(shape))
     if t.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
-    if t.dtype != input.dtype and not _autocasts(input):
+    exempt = _autocasts(input) and torch.float64 not in (t.dtype, input.dtype)  # autocast leaves float64 alone
+    if t.dtype != input.dtype and not exempt:
         raise TypeError(f"{op}: {name} must have the input's dtype {input.dtype}, got {t.dtype}")
     if t.device != input.device:
         raise ValueError(f"{op}: {name} must be on the input's device {input.device}, got {t.device}")
 
 
-def _check_pair(op: str, hx: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def check_pair(op: str, hx: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """hx as a pair of tensors, or TypeError."""
     if not isinstance(hx, (tuple, list)) or len(hx) != 2:
         got = f"{len(hx)} of them" if isinstance(hx, (tuple, list)) else type(hx).__name__
         raise TypeError(f"{op}: hx must be a pair of tensors (h, c), got {got}")
+    for i, state in enumerate(hx):
+        if not isinstance(state, Tensor):
+            raise TypeError(f"{op}: hx[{i}] must be a tensor, got {type(state).__name__}")
     return hx[0], hx[1]
 
 
@@ -540,15 +543,9 @@ def _batched(op: Any, samples: int, in_dims: Any, args: Any, shared: tuple[int, 
 
     `shared` are the positions of the weights, which all samples share. None: they do not, so each sample is a call.
     """
+    if shared is None or samples == 0:
+        return per_sample(op, samples, in_dims, args)
     tensors = [i for i, argument in enumerate(args) if isinstance(argument, Tensor)]
-    if shared is None:
-        calls = [
-            op(*(a.select(in_dims[j], i) if j in tensors and in_dims[j] is not None else a for j, a in enumerate(args)))
-            for i in range(samples)
-        ]
-        outputs = tuple(torch.stack(results) for results in zip(*calls, strict=True))
-        return outputs, (0,) * len(outputs)
-
     folded = list(args)
     for i in set(tensors) - set(shared):
         t, dim = args[i], in_dims[i]
