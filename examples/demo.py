@@ -50,6 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     machine, kernels = _library.describe_machine(), [asdict(seqkern.explain(op)) for op in _library.FUNCTIONS]
     console.print(machine_table(machine), kernels_table(kernels))
+    if (share := processor_share()) < 0.8:
+        console.print(
+            f"Other programs use this machine: a calculation on {torch.get_num_threads()} threads got {share:.0%} of "
+            "their time. Expect a longer run, and times below that say little.",
+            style="yellow",
+        )
 
     verified = verification.run_with_progress()
     console.print(verification_table(verified))
@@ -62,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     baselines = text.baselines(corpus)
     trained = []
     for model, recipe in training.RECIPES.items():
-        steps = QUICK_STEPS if options.quick else options.steps
+        steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
         chosen = recipe if steps is None else recipe.shortened(steps)
         trained.append(training.run_with_progress(model, corpus, chosen, sample_length=40 if options.quick else 400))
     console.print(training_table(trained), *(sample_panel(result) for result in trained))
@@ -99,6 +105,15 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(checks_table(checks))
     console.print(f"{took:.0f} s. The report: {page.resolve()}", soft_wrap=True, highlight=False)
     return 0 if all(check["passed"] for check in checks) else 1
+
+
+def processor_share(duration: float = 0.3) -> float:
+    """How much of its threads' time a calculation on all of them gets just now: near 1 on a machine with no other work."""
+    matrix = torch.randn(512, 512)
+    wall, processor = time.perf_counter(), time.process_time()
+    while time.perf_counter() - wall < duration:
+        matrix @ matrix
+    return (time.process_time() - processor) / (time.perf_counter() - wall) / torch.get_num_threads()
 
 
 def all_checks(

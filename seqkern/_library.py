@@ -224,7 +224,9 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         tensors: the tensors that the op would get; device and dtype of the first decide.
 
     Raises:
-        ValueError: unknown op. NotImplementedError: the backend in force cannot run it.
+        ValueError: unknown op.
+        TypeError: a dtype that the op does not take.
+        NotImplementedError: the backend in force cannot run it.
 
     Example:
         >>> import torch, seqkern
@@ -234,6 +236,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     if op not in FUNCTIONS:
         raise ValueError(f"op must be one of {', '.join(FUNCTIONS)}, got {op!r}")
     tensor = tensors[0] if tensors else torch.empty(0)
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise TypeError(f"{op}: tensors must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
     backend = backend_for(op, tensor)
     asked = "chosen by use_backend or SEQKERN_BACKEND" if _backend != "auto" else ""
     if backend == "reference":

@@ -73,6 +73,11 @@ def test_explain(op):
         assert "generic" in str(seqkern.explain(op))
 
 
+def test_explain_takes_what_the_op_takes():
+    with pytest.raises(TypeError, match="layer_norm: tensors must be float64.*got torch.int64"):
+        seqkern.explain("layer_norm", torch.ones(4, 8, dtype=torch.int64))
+
+
 def test_explain_tells_of_a_copy():
     assert "copied" in str(seqkern.explain("layer_norm", torch.randn(4, 8).t()))
 

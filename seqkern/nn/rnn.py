@@ -59,6 +59,7 @@ class LSTM(torch.nn.LSTM):
             raise TypeError(f"LSTM: input must be a tensor, got {type(input).__name__}")
         if input.dim() not in (2, 3):
             raise ValueError(f"LSTM: input must have 2 or 3 dimensions, got shape {tuple(input.shape)}")
+        _check_features("LSTM", input, self.input_size)
         batched, batch_dim = input.dim() == 3, 0 if self.batch_first else 1
         if not batched:
             input = input.unsqueeze(batch_dim)
@@ -95,6 +96,7 @@ class LSTMCell(torch.nn.LSTMCell):
             raise TypeError(f"LSTMCell: input must be a tensor, got {type(input).__name__}")
         if input.dim() not in (1, 2):
             raise ValueError(f"LSTMCell: input must have 1 or 2 dimensions, got shape {tuple(input.shape)}")
+        _check_features("LSTMCell", input, self.input_size)
         batched = input.dim() == 2
         if not batched:
             input = input.unsqueeze(0)
@@ -105,6 +107,11 @@ class LSTMCell(torch.nn.LSTMCell):
             hx = _with_batch("LSTMCell", hx, 1, 0)
         h, c = lstm_cell(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
+
+
+def _check_features(op: str, input: Tensor, input_size: int) -> None:
+    if input.shape[-1] != input_size:
+        raise ValueError(f"{op}: input's last dimension must be input_size = {input_size}, got {tuple(input.shape)}")
 
 
 def _with_batch(op: str, hx: tuple[Tensor, Tensor], dims: int, batch_dim: int) -> tuple[Tensor, Tensor]:

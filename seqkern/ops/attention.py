@@ -266,6 +266,8 @@ def _attention(
     """Any equal number of dimensions >= 2, brought to (batch, heads, length, dim) and back."""
     if isinstance(scale, Tensor):
         raise TypeError(f"{op}: scale must be a number or None, got a tensor: scale the query for a gradient of it")
+    if isinstance(scale, str):
+        raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
     if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{op}: scale must be a finite float32 number, got {scale}")
