@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def processor_share(duration: float = 0.3) -> float:
-    """How much of its threads' time a calculation on all of them gets just now: near 1 on a machine with no other work."""
+    """How much of its threads' time a calculation gets just now: near 1 where nothing else works."""
     matrix = torch.randn(512, 512)
     wall, processor = time.perf_counter(), time.process_time()
     while time.perf_counter() - wall < duration:
