@@ -13,11 +13,12 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
 
   // layer_norm: csrc/layer_norm, kernels/layer_norm.py, seqkern/ops/layer_norm.py
   m.def(
-      "layer_norm_fwd(Tensor input, Tensor? weight, Tensor? bias, float eps) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)");
+      "layer_norm_fwd(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
+      "float dropout_p, bool centred) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
-      "layer_norm_bwd(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
-      "bool need_weight, bool need_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+      "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+      "Tensor? seed, float dropout_p, bool centred, bool need_weight, bool need_bias) "
+      "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // rnn: csrc/rnn, kernels/rnn.py, seqkern/ops/rnn.py
   m.def(

@@ -3,11 +3,13 @@
 from seqkern import nn, reference
 from seqkern._library import explain, use_backend
 from seqkern.ops.attention import attention, scaled_dot_product_attention
-from seqkern.ops.layer_norm import layer_norm
+from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.rnn import lstm, lstm_cell
 
 __version__ = "0.1.0"
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "attention",
     "explain",
     "layer_norm",
@@ -15,6 +17,7 @@ __all__ = [
     "lstm_cell",
     "nn",
     "reference",
+    "rms_norm",
     "scaled_dot_product_attention",
     "use_backend",
 ]

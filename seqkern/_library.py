@@ -41,6 +41,9 @@ FUNCTIONS = {
     "scaled_dot_product_attention": "attention",
     "attention": "attention",
     "layer_norm": "layer_norm",
+    "rms_norm": "layer_norm",
+    "add_layer_norm": "layer_norm",
+    "add_rms_norm": "layer_norm",
     "lstm": "rnn",
     "lstm_cell": "rnn",
 }

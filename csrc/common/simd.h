@@ -6,7 +6,7 @@
 #pragma once
 
 #include <cstdint>
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 

@@ -1,4 +1,4 @@
-// Layer norm, host side: checks, allocation, division of the work, registration under the CPU key.
+// Layer norm and RMS norm, host side: checks, allocation, division of the work, registration under the CPU key.
 #include "layer_norm.h"
 
 #include <algorithm>
@@ -14,112 +14,166 @@ constexpr int64_t kGrainElements = 16384;
 // The partial sums of the parameter gradients: at most so many chunks, and about so many elements in all.
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kPartialElements = int64_t{1} << 22;
+constexpr int64_t kLeastRows = 8;
 
 const void* data_or_null(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
 
-std::optional<Tensor> parameter(const std::optional<Tensor>& t, int64_t columns, ScalarType type, const char* op,
+// A parameter as the kernels read it: contiguous, in the accumulation type.
+std::optional<Tensor> parameter(const std::optional<Tensor>& t, const Tensor& input, Dtype dtype, const char* op,
                                 const char* argument) {
   if (!t) return std::nullopt;
+  const int64_t columns = input.size(1);
   check_cpu(*t, op, argument);
   check_dim(*t, 1, op, argument);
   check_size(*t, 0, columns, op, argument);
-  dtype_of(*t, op, argument);
-  return as_contiguous(t->scalar_type() == type ? *t : torch::stable::to(*t, type));
+  const Dtype from = dtype_of(*t, op, argument);
+  const Tensor contiguous = as_contiguous(*t);
+  if (t->scalar_type() == acc_type(dtype)) return contiguous;
+  Tensor widened = empty(input, {columns}, acc_type(dtype));
+  layer_norm_kernels().widen(dtype, from, columns, contiguous.const_data_ptr(), widened.mutable_data_ptr());
+  return widened;
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight,
-                                                  const std::optional<Tensor>& bias, double eps) {
+// A matrix beside the input: same shape, dtype and device, any row stride.
+std::optional<Tensor> beside(const std::optional<Tensor>& t, const Tensor& input, const char* op,
+                             const char* argument) {
+  if (!t) return std::nullopt;
+  check_cpu(*t, op, argument);
+  check_dim(*t, 2, op, argument);
+  check_type(*t, input.scalar_type(), op, argument);
+  for (int64_t dim : {0, 1}) check_size(*t, dim, input.size(dim), op, argument);
+  return with_unit_last_stride(*t);
+}
+
+Tensor statistic(const Tensor& t, const Tensor& input, Dtype dtype, const char* op, const char* argument) {
+  check_cpu(t, op, argument);
+  check_dim(t, 1, op, argument);
+  check_size(t, 0, input.size(0), op, argument);
+  check_type(t, acc_type(dtype), op, argument);
+  return as_contiguous(t);
+}
+
+Dropout dropout_of(const std::optional<Tensor>& seed, double p, const char* op) {
+  SK_CHECK(p >= 0 && p <= 1, op, ": dropout_p must be a probability, between 0 and 1, got ", p);
+  SK_CHECK(seed || p == 0, op, ": dropout_p = ", p, " needs a seed");
+  if (!seed) return {};
+  check_cpu(*seed, op, "seed");
+  check_type(*seed, ScalarType::Long, op, "seed");
+  SK_CHECK(seed->numel() == 1, op, ": seed must have one element, got ", seed->numel());
+  return Dropout::with(p, static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& residual,
+                                                          const std::optional<Tensor>& weight,
+                                                          const std::optional<Tensor>& bias,
+                                                          const std::optional<Tensor>& seed, double eps,
+                                                          double dropout_p, bool centred) {
   const char* op = "layer_norm_fwd";
   check_dim(input, 2, op, "input");
   const Dtype dtype = dtype_of(input, op, "input");
   const ScalarType acc = acc_type(dtype);
   const int64_t rows = input.size(0), columns = input.size(1);
-  const auto weight_acc = parameter(weight, columns, acc, op, "weight");
-  const auto bias_acc = parameter(bias, columns, acc, op, "bias");
+  const auto weight_acc = parameter(weight, input, dtype, op, "weight");
+  const auto bias_acc = parameter(bias, input, dtype, op, "bias");
   const Tensor x = with_unit_last_stride(input);
+  const auto r = beside(residual, input, op, "residual");
+  const Dropout dropout = dropout_of(seed, dropout_p, op);
+  SK_CHECK(r || !dropout.active, op, ": dropout needs a residual");
 
   Tensor output = empty(x, {rows, columns}, input.scalar_type());
-  Tensor mean = empty(x, {rows}, acc), rstd = empty(x, {rows}, acc);
-  const LayerNormForward args{dtype,
-                              columns,
-                              x.const_data_ptr(),
-                              x.stride(0),
-                              data_or_null(weight_acc),
-                              data_or_null(bias_acc),
-                              eps,
-                              output.mutable_data_ptr(),
-                              mean.mutable_data_ptr(),
-                              rstd.mutable_data_ptr()};
+  Tensor sum = r ? empty(x, {rows, columns}, input.scalar_type()) : empty(x, {0}, input.scalar_type());
+  Tensor mean = empty(x, {centred ? rows : 0}, acc), rstd = empty(x, {rows}, acc);
+  LayerNormForward args{};
+  args.dtype = dtype;
+  args.centred = centred;
+  args.columns = columns;
+  args.input = x.const_data_ptr();
+  args.input_stride = x.stride(0);
+  args.residual = data_or_null(r);
+  args.residual_stride = r ? r->stride(0) : 0;
+  args.dropout = dropout;
+  args.weight = data_or_null(weight_acc);
+  args.bias = data_or_null(bias_acc);
+  args.eps = eps;
+  args.output = output.mutable_data_ptr();
+  args.sum = sum.mutable_data_ptr();
+  args.mean = centred ? mean.mutable_data_ptr() : nullptr;
+  args.rstd = rstd.mutable_data_ptr();
   const auto forward = layer_norm_kernels().forward;
   torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, columns)),
                               [&](int64_t begin, int64_t end) { forward(args, begin, end); });
-  return {output, mean, rstd};
+  return {output, sum, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                                                  const Tensor& rstd, const std::optional<Tensor>& weight,
-                                                  bool need_weight, bool need_bias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output,
+                                                          const std::optional<Tensor>& grad_sum, const Tensor& input,
+                                                          const Tensor& mean, const Tensor& rstd,
+                                                          const std::optional<Tensor>& weight,
+                                                          const std::optional<Tensor>& seed, double dropout_p,
+                                                          bool centred, bool need_weight, bool need_bias) {
   const char* op = "layer_norm_bwd";
   check_dim(input, 2, op, "input");
-  check_dim(grad_output, 2, op, "grad_output");
   const Dtype dtype = dtype_of(input, op, "input");
   const ScalarType acc = acc_type(dtype);
   const int64_t rows = input.size(0), columns = input.size(1);
-  check_cpu(grad_output, op, "grad_output");
-  check_type(grad_output, input.scalar_type(), op, "grad_output");
-  check_size(grad_output, 0, rows, op, "grad_output");
-  check_size(grad_output, 1, columns, op, "grad_output");
-  for (const auto& [name, t] : {std::pair{"mean", &mean}, std::pair{"rstd", &rstd}}) {
-    check_cpu(*t, op, name);
-    check_dim(*t, 1, op, name);
-    check_size(*t, 0, rows, op, name);
-    check_type(*t, acc, op, name);
-  }
-  const auto weight_acc = parameter(weight, columns, acc, op, "weight");
-  const Tensor x = with_unit_last_stride(input), dy = with_unit_last_stride(grad_output);
-  const Tensor mean_c = as_contiguous(mean), rstd_c = as_contiguous(rstd);
+  const Tensor dy = *beside(grad_output, input, op, "grad_output");
+  const auto ds = beside(grad_sum, input, op, "grad_sum");
+  const Tensor rstd_c = statistic(rstd, input, dtype, op, "rstd");
+  const Tensor mean_c = centred ? statistic(mean, input, dtype, op, "mean") : mean;
+  const auto weight_acc = parameter(weight, input, dtype, op, "weight");
+  const Dropout dropout = dropout_of(seed, dropout_p, op);
+  const Tensor x = with_unit_last_stride(input);
 
   // By the shape alone, so that the order of every sum is the same on any number of threads. A chunk of fewer elements
-  // than the grain would spend its time on its partial sums.
+  // than the grain, or of few rows, would spend its time on its partial sums.
   const int64_t most = std::clamp<int64_t>(kPartialElements / std::max<int64_t>(1, columns), 4, kMaxChunks);
-  const int64_t least_rows = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, columns));
+  const int64_t least_rows = std::max<int64_t>(kLeastRows, kGrainElements / std::max<int64_t>(1, columns));
   const int64_t rows_per_chunk = std::max(least_rows, (rows + most - 1) / most);
   const int64_t chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
 
-  Tensor grad_input = empty(x, {rows, columns}, input.scalar_type());
-  Tensor weight_partial = empty(x, {need_weight ? chunks : 0, columns}, acc);
-  Tensor bias_partial = empty(x, {need_bias ? chunks : 0, columns}, acc);
-  const LayerNormBackward args{dtype,
-                               rows,
-                               columns,
-                               dy.const_data_ptr(),
-                               dy.stride(0),
-                               x.const_data_ptr(),
-                               x.stride(0),
-                               mean_c.const_data_ptr(),
-                               rstd_c.const_data_ptr(),
-                               data_or_null(weight_acc),
-                               grad_input.mutable_data_ptr(),
-                               rows_per_chunk,
-                               need_weight ? weight_partial.mutable_data_ptr() : nullptr,
-                               need_bias ? bias_partial.mutable_data_ptr() : nullptr};
+  Tensor grad_residual = empty(x, {rows, columns}, input.scalar_type());
+  Tensor grad_input =
+      dropout.active ? empty(x, {rows, columns}, input.scalar_type()) : empty(x, {0}, input.scalar_type());
+  // One chunk needs no second stage.
+  Tensor grad_weight = empty(x, {need_weight ? columns : 0}, acc), grad_bias = empty(x, {need_bias ? columns : 0}, acc);
+  Tensor weight_partial = chunks == 1 ? grad_weight : empty(x, {need_weight ? chunks : 0, columns}, acc);
+  Tensor bias_partial = chunks == 1 ? grad_bias : empty(x, {need_bias ? chunks : 0, columns}, acc);
+  LayerNormBackward args{};
+  args.dtype = dtype;
+  args.centred = centred;
+  args.rows = rows;
+  args.columns = columns;
+  args.grad_output = dy.const_data_ptr();
+  args.grad_output_stride = dy.stride(0);
+  args.grad_sum = data_or_null(ds);
+  args.grad_sum_stride = ds ? ds->stride(0) : 0;
+  args.input = x.const_data_ptr();
+  args.input_stride = x.stride(0);
+  args.mean = centred ? mean_c.const_data_ptr() : nullptr;
+  args.rstd = rstd_c.const_data_ptr();
+  args.weight = data_or_null(weight_acc);
+  args.grad_residual = grad_residual.mutable_data_ptr();
+  args.dropout = dropout;
+  args.grad_input = dropout.active ? grad_input.mutable_data_ptr() : nullptr;
+  args.rows_per_chunk = rows_per_chunk;
+  args.grad_weight_partial = need_weight ? weight_partial.mutable_data_ptr() : nullptr;
+  args.grad_bias_partial = need_bias ? bias_partial.mutable_data_ptr() : nullptr;
   const auto& kernels = layer_norm_kernels();
   const int64_t chunk_elements = std::max<int64_t>(1, rows_per_chunk * columns);
   torch::stable::parallel_for(0, chunks, std::max<int64_t>(1, kGrainElements / chunk_elements),
                               [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
 
-  const auto total = [&](const Tensor& partial, bool needed) {
-    Tensor sum = empty(x, {needed ? columns : 0}, acc);
-    if (needed) {
-      torch::stable::parallel_for(0, columns, kGrainElements / std::max<int64_t>(1, std::min(chunks, kGrainElements)),
-                                  [&](int64_t begin, int64_t end) {
-                                    kernels.reduce(dtype, chunks, columns, partial.const_data_ptr(),
-                                                   sum.mutable_data_ptr(), begin, end);
-                                  });
-    }
-    return sum;
+  const auto reduce = [&](const Tensor& partial, Tensor& total) {
+    const int64_t grain = kGrainElements / std::max<int64_t>(1, std::min(chunks, kGrainElements));
+    torch::stable::parallel_for(0, total.numel(), grain, [&](int64_t begin, int64_t end) {
+      kernels.reduce(dtype, chunks, columns, partial.const_data_ptr(), total.mutable_data_ptr(), begin, end);
+    });
   };
-  return {grad_input, total(weight_partial, need_weight), total(bias_partial, need_bias)};
+  if (chunks != 1) {
+    reduce(weight_partial, grad_weight);
+    reduce(bias_partial, grad_bias);
+  }
+  return {grad_residual, grad_input, grad_weight, grad_bias};
 }
 
 }  // namespace

@@ -1,21 +1,26 @@
-// Layer norm on CPU, forward and backward. Compiled once per instruction-set tier.
+// Layer norm and RMS norm on CPU, forward and backward, with the residual addition and the dropout before them.
+// Compiled once per instruction-set tier.
 //
-//   y = (x - mu) * rstd * weight + bias,  rstd = 1 / sqrt(var + eps)     Ba et al. 2016; Jurafsky & Martin 9.39-9.42
-//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * weight,  xhat = (x - mu) * rstd
+//   s = dropout(x) + residual, or x alone
+//   y = (s - mu) * rstd * weight + bias,  rstd = 1 / sqrt(var + eps)     Ba et al. 2016; Jurafsky & Martin 9.39-9.42
+//   y = s * rstd * weight + bias,  rstd = 1 / sqrt(mean(s^2) + eps)      not centred: Zhang & Sennrich 2019
+//   ds = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * weight,  xhat = (s - mu) * rstd;  without the mean(g)
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 //
 // Exact at any mean. A float mean of numbers near 1e4 is wrong in its last bit, 1e-3, which is a tenth of a standard
-// deviation of 0.01. So the deviations d = x - mean are taken first (that subtraction is exact there), their own mean
+// deviation of 0.01. So the deviations d = s - mean are taken first (that subtraction is exact there), their own mean
 // `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass finds
 // `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
 //
-// A row is read from memory once: the later passes over it find it in cache. The parameter gradients are summed in
-// chunks of rows whose number depends on the shape alone, then over the chunks in order: the same bits on any number of
-// threads.
+// A row is read from memory once: the later passes over it find it in cache. The backward pass takes four rows at a
+// time through its second pass, so that the sums for the parameters are loaded and stored once for the four. Those sums
+// are kept for chunks of rows whose number depends on the shape alone, then added over the chunks in order: the same
+// bits on any number of threads.
 //
 // Tried and lost: Welford's update (one pass, but a division and a dependent chain per vector), and summing x and x^2
 // in one pass (cancels as soon as the mean outgrows the spread).
 #include "layer_norm.h"
+#include "philox.h"
 #include "simd.h"
 
 namespace seqkern {
@@ -44,45 +49,92 @@ struct Sum {
   }
 };
 
+template <class A>
+SK_INLINE A root(A x) {
+  return sizeof(A) == 8 ? A(__builtin_sqrt(x)) : A(__builtin_sqrtf(x));
+}
+
+// Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is.
 template <class T>
+SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<T>>& dropout, T* s) {
+  using A = acc_t<T>;
+  const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
+  const T* r = static_cast<const T*>(p.residual) + row * p.residual_stride;
+  if (p.dropout.active) {
+    dropout.begin(p.dropout, row);
+    for_columns<A>(
+        p.columns, [&](int64_t c, int) { store(s + c, dropout.apply(load(x + c), c) + load(r + c)); },
+        [&](int64_t c, int64_t n) {
+          store_partial(s + c, dropout.apply(load_partial(x + c, n), c) + load_partial(r + c, n), n);
+        });
+  } else {
+    for_columns<A>(
+        p.columns, [&](int64_t c, int) { store(s + c, load(x + c) + load(r + c)); },
+        [&](int64_t c, int64_t n) { store_partial(s + c, load_partial(x + c, n) + load_partial(r + c, n), n); });
+  }
+}
+
+template <class T, bool Centred>
 void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
   const A inverse = A(1) / A(columns);
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
+  DropoutRow<A> dropout;
   for (int64_t row = row_begin; row < row_end; ++row) {
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
     T* y = static_cast<T*>(p.output) + row * columns;
+    if (p.residual) {
+      T* s = static_cast<T*>(p.sum) + row * columns;
+      add_row<T>(p, row, dropout, s);
+      x = s;
+    }
 
-    // x / columns is summed, not x: the sum stays below the largest x, and what its rounding does is in `shift`.
-    Sum<A> sum;
-    for_columns<A>(
-        columns, [&](int64_t c, int u) { sum.part[u] += load(x + c) * inverse; },
-        [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * inverse; });
-    const A mean = sum.total();
-
-    Sum<A> first, second;
-    for_columns<A>(
-        columns,
-        [&](int64_t c, int u) {
-          const Vec<A> d = load(x + c) - mean;
-          first.part[u] += d;
-          second.part[u] += d * d;
-        },
-        [&](int64_t c, int64_t n) {
-          const Vec<A> d = keep_first<A>(load_partial(x + c, n) - mean, n);
-          first.part[0] += d;
-          second.part[0] += d * d;
-        });
-    const A shift = first.total() / A(columns);
+    A mean = 0, shift = 0;
+    Sum<A> second;
+    if constexpr (Centred) {
+      // x / columns is summed, not x: the sum stays below the largest x, and what its rounding does is in `shift`.
+      Sum<A> sum;
+      for_columns<A>(
+          columns, [&](int64_t c, int u) { sum.part[u] += load(x + c) * inverse; },
+          [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * inverse; });
+      mean = sum.total();
+      Sum<A> first;
+      for_columns<A>(
+          columns,
+          [&](int64_t c, int u) {
+            const Vec<A> d = load(x + c) - mean;
+            first.part[u] += d;
+            second.part[u] += d * d;
+          },
+          [&](int64_t c, int64_t n) {
+            const Vec<A> d = keep_first<A>(load_partial(x + c, n) - mean, n);
+            first.part[0] += d;
+            second.part[0] += d * d;
+          });
+      shift = first.total() / A(columns);
+    } else {
+      for_columns<A>(
+          columns,
+          [&](int64_t c, int u) {
+            const Vec<A> v = load(x + c);
+            second.part[u] += v * v;
+          },
+          [&](int64_t c, int64_t n) {
+            const Vec<A> v = load_partial(x + c, n);
+            second.part[0] += v * v;
+          });
+    }
     const A mean_square = second.total() / A(columns) - shift * shift;
     const A variance = mean_square < 0 ? A(0) : mean_square;
-    const A rstd =
-        A(1) / (sizeof(A) == 8 ? A(__builtin_sqrt(variance + p.eps)) : A(__builtin_sqrtf(variance + A(p.eps))));
+    const A rstd = A(1) / root(A(variance + A(p.eps)));
 
-    const auto normalise = [&](Vec<A> v, Vec<A> w, Vec<A> b) { return ((v - mean) - shift) * rstd * w + b; };
     const Vec<A> one = broadcast<A>(1), zero = {};
+    const auto normalise = [&](Vec<A> v, Vec<A> w, Vec<A> b) {
+      if constexpr (Centred) v = (v - mean) - shift;
+      return v * rstd * w + b;
+    };
     for_columns<A>(
         columns,
         [&](int64_t c, int) {
@@ -94,62 +146,105 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
                                   bias ? load_partial(bias + c, n) : zero),
                         n);
         });
-    static_cast<A*>(p.mean)[row] = mean;
-    static_cast<A*>(p.rstd)[row] = rstd;
+    if (Centred && p.mean) static_cast<A*>(p.mean)[row] = mean;
+    if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
   }
 }
 
-// One chunk of rows: dx of each, and the chunk's share of dweight and dbias.
+// What the second pass over a row needs.
 template <class T>
-void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
+struct RowGradient {
+  using A = acc_t<T>;
+  const T *x, *dy, *grad_sum;
+  T *grad_residual, *grad_input;
+  A mean, shift, rstd, mean_g, mean_gx;
+  DropoutRow<A> dropout;
+};
+
+template <class T, bool Centred>
+SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, RowGradient<T>& r) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
+  r.x = static_cast<const T*>(p.input) + row * p.input_stride;
+  r.dy = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
+  r.grad_sum = p.grad_sum ? static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride : nullptr;
+  r.grad_residual = static_cast<T*>(p.grad_residual) + row * columns;
+  r.grad_input = p.dropout.active ? static_cast<T*>(p.grad_input) + row * columns : nullptr;
+  r.rstd = static_cast<const A*>(p.rstd)[row];
+  r.mean = Centred ? static_cast<const A*>(p.mean)[row] : A(0);
+  if (p.dropout.active) r.dropout.begin(p.dropout, row);
+
+  Sum<A> sum_d, sum_g, sum_gd;
+  const auto accumulate = [&](Vec<A> d, Vec<A> g, int u) {
+    if constexpr (Centred) {
+      sum_d.part[u] += d;
+      sum_g.part[u] += g;
+    }
+    sum_gd.part[u] += g * d;
+  };
+  const Vec<A> one = broadcast<A>(1);
+  for_columns<A>(
+      columns,
+      [&](int64_t c, int u) {
+        const Vec<A> g = load(r.dy + c);
+        accumulate(load(r.x + c) - r.mean, weight ? rounded(g * load(weight + c)) : g, u);
+      },
+      [&](int64_t c, int64_t n) {
+        const Vec<A> d = keep_first<A>(load_partial(r.x + c, n) - r.mean, n);
+        accumulate(d, rounded(load_partial(r.dy + c, n) * (weight ? load_partial(weight + c, n) : one)), 0);
+      });
+  r.shift = Centred ? sum_d.total() / A(columns) : A(0);
+  r.mean_g = Centred ? sum_g.total() / A(columns) : A(0);
+  r.mean_gx = (sum_gd.total() / A(columns) - r.shift * r.mean_g) * r.rstd;
+}
+
+// The gradients of `Rows` rows, and their share of dweight and dbias.
+template <class T, bool Centred, int Rows>
+SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* dw, acc_t<T>* db) {
+  using A = acc_t<T>;
+  const A* weight = static_cast<const A*>(p.weight);
+  RowGradient<T> rows[Rows];
+  for (int i = 0; i < Rows; ++i) first_pass<T, Centred>(p, row + i, rows[i]);
+
+  const auto column = [&](int64_t c, int64_t n) {
+    const Vec<A> w = weight ? load_upto(weight + c, n) : broadcast<A>(1);
+    Vec<A> sum_w = dw ? load_upto(dw + c, n) : Vec<A>{};
+    Vec<A> sum_b = db ? load_upto(db + c, n) : Vec<A>{};
+    for (int i = 0; i < Rows; ++i) {
+      RowGradient<T>& r = rows[i];
+      const Vec<A> x = load_upto(r.x + c, n), dout = load_upto(r.dy + c, n);
+      const Vec<A> xhat = (Centred ? (x - r.mean) - r.shift : x) * r.rstd;
+      sum_w += dout * xhat;
+      sum_b += dout;
+      // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
+      const Vec<A> g = rounded(dout * w);
+      Vec<A> total = (g - r.mean_g - xhat * r.mean_gx) * r.rstd;
+      if (r.grad_sum) total += load_upto(r.grad_sum + c, n);
+      store_upto(r.grad_residual + c, total, n);
+      if (r.grad_input) store_upto(r.grad_input + c, r.dropout.apply(total, c), n);
+    }
+    if (dw) store_upto(dw + c, sum_w, n);
+    if (db) store_upto(db + c, sum_b, n);
+  };
+  for_columns<A>(p.columns, [&](int64_t c, int) { column(c, W<A>); }, column);
+}
+
+// One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias.
+template <class T, bool Centred>
+void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
+  using A = acc_t<T>;
+  constexpr int kRows = 4;
+  const int64_t columns = p.columns;
   A* dw = p.grad_weight_partial ? static_cast<A*>(p.grad_weight_partial) + chunk * columns : nullptr;
   A* db = p.grad_bias_partial ? static_cast<A*>(p.grad_bias_partial) + chunk * columns : nullptr;
   for (int64_t c = 0; dw && c < columns; ++c) dw[c] = 0;
   for (int64_t c = 0; db && c < columns; ++c) db[c] = 0;
 
-  const int64_t row_begin = chunk * p.rows_per_chunk;
-  const int64_t row_end = row_begin + p.rows_per_chunk < p.rows ? row_begin + p.rows_per_chunk : p.rows;
-  for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
-    const T* dy = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
-    T* dx = static_cast<T*>(p.grad_input) + row * columns;
-    const A mean = static_cast<const A*>(p.mean)[row], rstd = static_cast<const A*>(p.rstd)[row];
-
-    Sum<A> sum_d, sum_g, sum_gd;
-    const auto accumulate = [&](Vec<A> d, Vec<A> g, int u) {
-      sum_d.part[u] += d;
-      sum_g.part[u] += g;
-      sum_gd.part[u] += g * d;
-    };
-    const Vec<A> one = broadcast<A>(1);
-    for_columns<A>(
-        columns,
-        [&](int64_t c, int u) {
-          const Vec<A> g = load(dy + c);
-          accumulate(load(x + c) - mean, weight ? rounded(g * load(weight + c)) : g, u);
-        },
-        [&](int64_t c, int64_t n) {
-          const Vec<A> d = keep_first<A>(load_partial(x + c, n) - mean, n);
-          accumulate(d, rounded(load_partial(dy + c, n) * (weight ? load_partial(weight + c, n) : one)), 0);
-        });
-    const A shift = sum_d.total() / A(columns);
-    const A mean_g = sum_g.total() / A(columns);
-    const A mean_gx = (sum_gd.total() / A(columns) - shift * mean_g) * rstd;
-
-    const auto column = [&](int64_t c, int64_t n) {
-      const Vec<A> xhat = ((load_upto(x + c, n) - mean) - shift) * rstd;
-      const Vec<A> dout = load_upto(dy + c, n);
-      // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
-      const Vec<A> g = weight ? rounded(dout * load_upto(weight + c, n)) : dout;
-      store_upto(dx + c, (g - mean_g - xhat * mean_gx) * rstd, n);
-      if (dw) store_upto(dw + c, load_upto(dw + c, n) + dout * xhat, n);
-      if (db) store_upto(db + c, load_upto(db + c, n) + dout, n);
-    };
-    for_columns<A>(columns, [&](int64_t c, int) { column(c, W<A>); }, column);
-  }
+  int64_t row = chunk * p.rows_per_chunk;
+  const int64_t row_end = row + p.rows_per_chunk < p.rows ? row + p.rows_per_chunk : p.rows;
+  for (; row + kRows <= row_end; row += kRows) backward_rows<T, Centred, kRows>(p, row, dw, db);
+  for (; row < row_end; ++row) backward_rows<T, Centred, 1>(p, row, dw, db);
 }
 
 template <class A>
@@ -160,11 +255,12 @@ void reduce_columns(int64_t chunks, int64_t columns, const A* partial, A* total,
 }
 
 void forward(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {
-  SK_DISPATCH(p.dtype, forward_rows<T>(p, row_begin, row_end));
+  SK_DISPATCH(p.dtype, (p.centred ? forward_rows<T, true> : forward_rows<T, false>)(p, row_begin, row_end));
 }
 
 void backward(const LayerNormBackward& p, int64_t chunk_begin, int64_t chunk_end) {
-  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) SK_DISPATCH(p.dtype, backward_chunk<T>(p, chunk));
+  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk)
+    SK_DISPATCH(p.dtype, (p.centred ? backward_chunk<T, true> : backward_chunk<T, false>)(p, chunk));
 }
 
 void reduce(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, void* total, int64_t begin,
@@ -176,9 +272,27 @@ void reduce(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, v
   }
 }
 
+template <class T, class A>
+void widen_to(int64_t count, const T* parameter, A* widened) {
+  for (int64_t c = 0; c < count; c += W<acc_t<T>>) {
+    acc_t<T> lanes[W<acc_t<T>>];
+    const int64_t n = count - c < W<acc_t<T>> ? count - c : W<acc_t<T>>;
+    store(lanes, load_upto(parameter + c, n));
+    for (int64_t i = 0; i < n; ++i) widened[c + i] = static_cast<A>(lanes[i]);
+  }
+}
+
+void widen(Dtype dtype, Dtype from, int64_t count, const void* parameter, void* widened) {
+  if (dtype == Dtype::f64) {
+    SK_DISPATCH(from, widen_to(count, static_cast<const T*>(parameter), static_cast<double*>(widened)));
+  } else {
+    SK_DISPATCH(from, widen_to(count, static_cast<const T*>(parameter), static_cast<float*>(widened)));
+  }
+}
+
 }  // namespace
 
-const LayerNormKernels layer_norm_kernels = {forward, backward, reduce};
+const LayerNormKernels layer_norm_kernels = {forward, backward, reduce, widen};
 
 }  // namespace SK_TIER
 }  // namespace seqkern

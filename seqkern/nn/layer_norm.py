@@ -1,11 +1,14 @@
-"""Layer norm as a module."""
+"""Layer norm and RMS norm as modules."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqkern.ops.layer_norm import layer_norm
+from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -22,3 +25,102 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` on seqkern's kernels: constructor, state_dict and meaning are torch's.
+
+    Shape: input (*, *normalized_shape), output the same. See `seqkern.rms_norm` for dtypes and errors.
+
+    Example:
+        >>> import torch, seqkern
+        >>> norm = seqkern.nn.RMSNorm(8)
+        >>> norm(torch.randn(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class AddLayerNorm(torch.nn.LayerNorm):
+    """Dropout, residual addition and layer norm in one pass; parameters and state_dict are `torch.nn.LayerNorm`'s.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as `torch.nn.LayerNorm`.
+        dropout: the probability that an element of the input is dropped in training mode.
+
+    Shape: input and residual (*, *normalized_shape); returns (normalised, new_residual), both the same. See
+    `seqkern.add_layer_norm` for dtypes and errors.
+
+    Example:
+        >>> import torch, seqkern
+        >>> norm = seqkern.nn.AddLayerNorm(8, dropout=0.1)
+        >>> x = torch.randn(2, 8)
+        >>> y, x = norm(torch.randn(2, 8), x)
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        self.dropout = _probability("AddLayerNorm", dropout)
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return add_layer_norm(
+            input, residual, self.normalized_shape, self.weight, self.bias, self.eps, self.dropout, self.training
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+class AddRMSNorm(torch.nn.RMSNorm):
+    """Dropout, residual addition and RMS norm in one pass; parameters and state_dict are `torch.nn.RMSNorm`'s.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as `torch.nn.RMSNorm`.
+        dropout: the probability that an element of the input is dropped in training mode.
+
+    Shape: input and residual (*, *normalized_shape); returns (normalised, new_residual), both the same. See
+    `seqkern.add_rms_norm` for dtypes and errors.
+
+    Example:
+        >>> import torch, seqkern
+        >>> norm = seqkern.nn.AddRMSNorm(8, dropout=0.1)
+        >>> x = torch.randn(2, 8)
+        >>> y, x = norm(torch.randn(2, 8), x)
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        self.dropout = _probability("AddRMSNorm", dropout)
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return add_rms_norm(input, residual, self.normalized_shape, self.weight, self.eps, self.dropout, self.training)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+def _probability(module: str, dropout: float) -> float:
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"{module}: dropout must be a probability, between 0 and 1, got {dropout}")
+    return dropout

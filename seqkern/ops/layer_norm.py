@@ -1,4 +1,4 @@
-"""Layer norm: the functional API, its gradients, fake kernels and batching rules."""
+"""Layer norm and RMS norm, alone and after a residual addition with dropout: the functional API, gradients, fakes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from seqkern import reference
 from seqkern._library import backend_for, kernel
 from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
+from seqkern.reference.dropout import dropout
 
 
 def layer_norm(
@@ -51,149 +52,385 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
         True
     """
-    shape = _check(input, normalized_shape, weight, bias, eps)
-    if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's op: float32 there, no change on CPU
+    return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Root mean square normalisation: exactly `torch.nn.functional.rms_norm`'s meaning.
+
+    output = weight * x / sqrt(mean(x^2) + eps), the mean over the dimensions of `normalized_shape`, in float32 (float64
+    for float64).
+
+    Args:
+        input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided.
+        normalized_shape: the trailing dimensions to normalise over, at least one.
+        weight: shape normalized_shape, or None for ones. Any floating dtype.
+        eps: added to the mean square, a number >= 0; None for the smallest step of float32 (of float64 for float64).
+
+    Returns:
+        A contiguous tensor of the input's shape and dtype.
+
+    Raises:
+        As `layer_norm`.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    Example:
+        >>> import torch, seqkern
+        >>> x = torch.randn(2, 3, 8)
+        >>> torch.allclose(seqkern.rms_norm(x, (8,)), torch.nn.functional.rms_norm(x, (8,)), atol=1e-6)
+        True
+    """
+    if eps is None:
+        eps = _default_eps(input)
+    return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    *,
+    seed: Tensor | int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual addition and layer norm in one pass: new_residual = dropout(input) + residual, then its layer norm.
+
+    A pre-norm block goes on with both results; a post-norm block, z = LayerNorm(x + SelfAttn(x)), with the first. The
+    sum is rounded to the dtype before it is normalised, as two ops would do it.
+
+    Args:
+        input: shape (..., *normalized_shape), what a sublayer gives; float64, float32, bfloat16 or float16.
+        residual: the input's shape, dtype and device.
+        normalized_shape, weight, bias, eps: as `layer_norm`.
+        dropout_p: the probability that an element of the input is dropped; the others are divided by 1 - dropout_p.
+        training: whether dropout happens.
+        seed: an integer, or an int64 tensor of one element on the input's device, that alone decides the mask: the same
+            on every backend, device and number of threads. None: drawn from the device's generator (torch.manual_seed).
+
+    Returns:
+        (normalised, new_residual), contiguous, in the input's shape and dtype; under autocast too.
+
+    Raises:
+        As `layer_norm`; ValueError also for a dropout_p that is no probability.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.1; Xiong et al., "On Layer Normalization in the
+    Transformer Architecture", 2020; the mask: seqkern/reference/dropout.py.
+
+    Example:
+        >>> import torch, seqkern
+        >>> x, sublayer = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        >>> y, x = seqkern.add_layer_norm(sublayer, x, (8,), dropout_p=0.1)
+    """
+    dropped = dropout_p if training else 0.0
+    return _add_norm("add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropped, seed, True)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    *,
+    seed: Tensor | int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual addition and RMS norm in one pass: `add_layer_norm` with the norm of `rms_norm`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> x, sublayer = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        >>> y, x = seqkern.add_rms_norm(sublayer, x, (8,))
+        >>> torch.allclose(y, seqkern.rms_norm(x, (8,)))
+        True
+    """
+    eps = _default_eps(input) if eps is None else eps
+    dropped = dropout_p if training else 0.0
+    return _add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False)
+
+
+def cost(
+    rows: int, columns: int, dtype: torch.dtype, *, backward: bool = False, add: bool = False, centred: bool = True
+) -> Cost:
+    """Work of a (rows, columns) norm with its parameters; `backward` counts the backward pass alone.
+
+    `add` counts the residual addition and the gradient that reaches the sum, without dropout.
+    """
+    size, elements, parameters = dtype.itemsize, rows * columns, 2 if centred else 1
+    if backward:  # reads dy, x and the gradient of the sum; writes dx and the parameters' gradients
+        matrices, flops = 4 if add else 3, 14 if centred else 10
+        return Cost((flops + add) * elements, matrices * elements * size + (1 + parameters) * columns * size)
+    matrices, flops = 4 if add else 2, 8 if centred else 4
+    return Cost((flops + add) * elements, matrices * elements * size + parameters * columns * size)
+
+
+# ---- checks -------------------------------------------------------------------------------------------------------
+
+
+def _default_eps(input: Tensor) -> float:
+    return torch.finfo(torch.float64 if getattr(input, "dtype", None) == torch.float64 else torch.float32).eps
+
+
+def _check(
+    op: str, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[int, ...]:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{op}: input must be a tensor, got {type(input).__name__}")
+    if input.dtype not in FLOATING:
+        raise TypeError(f"{op}: input must be float64, float32, bfloat16 or float16, got {input.dtype}")
+    if isinstance(normalized_shape, int):
+        raise TypeError(f"{op}: normalized_shape must be a sequence of sizes, got the number {normalized_shape}")
+    shape = tuple(normalized_shape)
+    if not shape or input.shape[-len(shape) :] != shape:
+        raise ValueError(
+            f"{op}: input must end in the dimensions normalized_shape = {shape} (at least one), "
+            f"got shape {tuple(input.shape)}"
+        )
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps must be a number >= 0, got {eps}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor or None, got {type(parameter).__name__}")
+        if parameter.dtype not in FLOATING:
+            raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {parameter.dtype}")
+        if parameter.shape != shape:
+            raise ValueError(f"{op}: {name} must have shape normalized_shape = {shape}, got {tuple(parameter.shape)}")
+        if parameter.device != input.device:
+            raise ValueError(f"{op}: {name} must be on the input's device {input.device}, got {parameter.device}")
+    return shape
+
+
+def _check_residual(op: str, input: Tensor, residual: Tensor, dropout_p: float) -> None:
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"{op}: residual must be a tensor, got {type(residual).__name__}")
+    if residual.dtype != input.dtype:
+        raise TypeError(f"{op}: residual must have the input's dtype {input.dtype}, got {residual.dtype}")
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"{op}: residual must have the input's shape {tuple(input.shape)}, got {tuple(residual.shape)}"
+        )
+    if residual.device != input.device:
+        raise ValueError(f"{op}: residual must be on the input's device {input.device}, got {residual.device}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{op}: dropout_p must be a probability, between 0 and 1, got {dropout_p}")
+
+
+def _check_seed(op: str, seed: Tensor | int | None, input: Tensor) -> Tensor:
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), device=input.device)
+    if isinstance(seed, int):
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"{op}: seed must fit 64 bits, got {seed}")
+        return torch.full((), seed, dtype=torch.int64, device=input.device)
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        got = seed.dtype if isinstance(seed, Tensor) else type(seed).__name__
+        raise TypeError(f"{op}: seed must be an integer or an int64 tensor, got {got}")
+    if seed.numel() != 1:
+        raise ValueError(f"{op}: seed must have one element, got shape {tuple(seed.shape)}")
+    if seed.device != input.device:
+        raise ValueError(f"{op}: seed must be on the input's device {input.device}, got {seed.device}")
+    return seed
+
+
+# ---- from the API to matrices -------------------------------------------------------------------------------------
+
+
+def _norm(
+    op: str,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+) -> Tensor:
+    shape = _check(op, input, normalized_shape, weight, bias, eps)
+    if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's ops: float32 there, no change on CPU
         input, weight, bias = _widen(input), _widen(weight), _widen(bias)
+    flat, flat_weight, flat_bias = _matrices(shape, input, weight, bias)
+    if backend_for(op, input) == "reference":
+        output = reference.layer_norm(flat, flat_weight, flat_bias, eps, centred)
+    else:
+        arguments = (flat, None, flat_weight, flat_bias, None, eps, 0.0, centred)
+        output = apply(_LayerNorm, _LayerNormEager, wants_gradient(input, weight, bias), *arguments)[0]
+    return output.view(input.shape)
+
+
+def _add_norm(
+    op: str,
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | int | None,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = _check(op, input, normalized_shape, weight, bias, eps)
+    _check_residual(op, input, residual, dropout_p)
+    seed = _check_seed(op, seed, input) if dropout_p > 0 else None
+    flat, flat_weight, flat_bias = _matrices(shape, input, weight, bias)
+    flat_residual = residual.reshape(flat.shape)
+    arguments = (flat, flat_residual, flat_weight, flat_bias, seed, eps, dropout_p, centred)
+    if backend_for(op, input) == "reference":
+        output, total = reference.add_layer_norm(*arguments)
+    else:
+        differentiable = wants_gradient(input, residual, weight, bias)
+        output, total, _, _ = apply(_LayerNorm, _LayerNormEager, differentiable, *arguments)
+    return output.view(input.shape), total.view(input.shape)
+
+
+def _matrices(shape: tuple[int, ...], input: Tensor, *parameters: Tensor | None) -> Any:
+    """(rows, columns), and the parameters as (columns,)."""
     columns = math.prod(shape)
     rows = math.prod(input.shape[: input.dim() - len(shape)])
-    flat = input.reshape(rows, columns)
-    flat_weight = None if weight is None else weight.reshape(columns)
-    flat_bias = None if bias is None else bias.reshape(columns)
-    if backend_for("layer_norm", input) == "reference":
-        output = reference.layer_norm(flat, flat_weight, flat_bias, eps)
-    else:
-        differentiable = wants_gradient(input, weight, bias)
-        output, _, _ = apply(_LayerNorm, _LayerNormEager, differentiable, flat, flat_weight, flat_bias, eps)
-    return output.view(input.shape)
+    return input.reshape(rows, columns), *(None if p is None else p.reshape(columns) for p in parameters)
 
 
 def _widen(t: Any) -> Any:
     return t if t is None or t.dtype == torch.float64 else t.float()
 
 
-def cost(rows: int, columns: int, dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Work of a (rows, columns) layer norm with weight and bias; `backward` counts the backward pass alone."""
-    size, elements = dtype.itemsize, rows * columns
-    if backward:  # reads dy and x, writes dx, dweight and dbias
-        return Cost(flops=14 * elements, bytes=3 * elements * size + 3 * columns * size)
-    return Cost(flops=8 * elements, bytes=2 * elements * size + 2 * columns * size)
-
-
-def _check(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[int, ...]:
-    if not isinstance(input, Tensor):
-        raise TypeError(f"layer_norm: input must be a tensor, got {type(input).__name__}")
-    if input.dtype not in FLOATING:
-        raise TypeError(f"layer_norm: input must be float64, float32, bfloat16 or float16, got {input.dtype}")
-    if isinstance(normalized_shape, int):
-        raise TypeError(f"layer_norm: normalized_shape must be a sequence of sizes, got the number {normalized_shape}")
-    shape = tuple(normalized_shape)
-    if not shape or input.shape[-len(shape) :] != shape:
-        raise ValueError(
-            f"layer_norm: input must end in the dimensions normalized_shape = {shape} (at least one), "
-            f"got shape {tuple(input.shape)}"
-        )
-    if not eps >= 0:
-        raise ValueError(f"layer_norm: eps must be a number >= 0, got {eps}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"layer_norm: {name} must be a tensor or None, got {type(parameter).__name__}")
-        if parameter.dtype not in FLOATING:
-            raise TypeError(f"layer_norm: {name} must be float64, float32, bfloat16 or float16, got {parameter.dtype}")
-        if parameter.shape != shape:
-            raise ValueError(
-                f"layer_norm: {name} must have shape normalized_shape = {shape}, got {tuple(parameter.shape)}"
-            )
-        if parameter.device != input.device:
-            raise ValueError(f"layer_norm: {name} must be on the input's device {input.device}, got {parameter.device}")
-    return shape
-
-
 # ---- autograd -----------------------------------------------------------------------------------------------------
 
 
 class _LayerNorm(torch.autograd.Function):
-    """(rows, columns) -> output, mean, rstd. Backward is a Function again, so that it can be differentiated."""
+    """(rows, columns) -> output, sum, mean, rstd. Backward is a Function again, so that it can be differentiated.
+
+    Without a residual, `sum` is empty: what was normalised is the input.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        return kernel("layer_norm_fwd", input)(input, weight, bias, eps)
+    def forward(
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        eps: float,
+        dropout_p: float,
+        centred: bool,
+    ) -> Any:
+        return kernel("layer_norm_fwd", input)(input, residual, weight, bias, seed, eps, dropout_p, centred)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        input, weight, bias, ctx.eps = inputs
-        _, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.save_for_backward(input, weight, bias, mean, rstd)
-        ctx.save_for_forward(input, weight, bias, mean, rstd)
+        input, residual, weight, bias, seed, *ctx.options = inputs
+        _, total, mean, rstd = output
+        ctx.added = residual is not None
+        ctx.mark_non_differentiable(mean, rstd, *(() if ctx.added else (total,)))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total if ctx.added else input, weight, bias, mean, rstd, seed)
+        ctx.save_for_forward(input, residual, weight, bias, seed)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
-        input, weight, bias, mean, rstd = ctx.saved_tensors
-        grads = apply(
+    def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, *_: Any) -> Any:
+        normalised, weight, bias, mean, rstd, seed = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if grad_output is None:
+            grad_output = torch.zeros_like(normalised)
+        grad_residual, grad_input, grad_weight, grad_bias = apply(
             _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
-            grad_output, input, weight, bias, mean, rstd, ctx.eps, ctx.needs_input_grad[1], ctx.needs_input_grad[2],
+            grad_output, grad_sum if ctx.added else None, normalised, weight, bias, mean, rstd, seed, *ctx.options,
+            needs[2], needs[3],
         )  # fmt: skip
-        return *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)), None
+        grads = (grad_residual if seed is None else grad_input, grad_residual, grad_weight, grad_bias)
+        return *(g if needed else None for g, needed in zip(grads, needs, strict=False)), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        output = tangents(reference.layer_norm, (*ctx.saved_tensors[:3], ctx.eps), input_tangents)
-        return output, None, None
+        input, residual, weight, bias, seed = ctx.saved_tensors
+        options = ctx.options
+        if residual is None:
+            eps, _, centred = options
+            inputs = (input, weight, bias, eps, centred)
+            return tangents(reference.layer_norm, inputs, (input_tangents[0], *input_tangents[2:4])), None, None, None
+
+        def outputs(input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+            return reference.add_layer_norm(input, residual, weight, bias, seed, *options)
+
+        return *tangents(outputs, (input, residual, weight, bias), input_tangents[:4]), None, None
 
 
 class _LayerNormBackward(torch.autograd.Function):
-    """(grad_output, input, weight, bias, ...) -> grad_input, grad_weight, grad_bias."""
+    """(grad_output, grad_sum, what was normalised, weight, bias, ...) -> gradients of residual, input and parameters.
+
+    Without dropout, grad_input is empty: it is grad_residual.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
         grad_output: Tensor,
+        grad_sum: Tensor | None,
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor,
         rstd: Tensor,
+        seed: Tensor | None,
         eps: float,
+        dropout_p: float,
+        centred: bool,
         need_weight: bool,
         need_bias: bool,
     ) -> Any:
-        grad_input, grad_weight, grad_bias = kernel("layer_norm_bwd", input)(
-            grad_output, input, mean, rstd, weight, need_weight, need_bias
+        grad_residual, grad_input, grad_weight, grad_bias = kernel("layer_norm_bwd", input)(
+            grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, centred, need_weight, need_bias
         )
         # The sums come in the accumulation dtype: each is rounded once, to its own parameter's.
         grad_weight = grad_weight if weight is None else grad_weight.to(weight.dtype)
-        return grad_input, grad_weight, grad_bias if bias is None else grad_bias.to(bias.dtype)
+        return grad_residual, grad_input, grad_weight, grad_bias if bias is None else grad_bias.to(bias.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        grad_output, input, weight, bias, _, _, ctx.eps, ctx.need_weight, ctx.need_bias = inputs
-        ctx.save_for_backward(grad_output, input, weight, bias)
-        ctx.save_for_forward(grad_output, input, weight, bias)
+        grad_output, grad_sum, input, weight, bias, _, _, seed, *ctx.options = inputs
+        ctx.save_for_backward(grad_output, grad_sum, input, weight, bias, seed)
+        ctx.save_for_forward(grad_output, grad_sum, input, weight, bias, seed)
 
     @staticmethod
     def formula(ctx: Any) -> Any:
-        def grads(grad_output: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-            dx, dw, db, _ = gradients(reference.layer_norm, (input, weight, bias, ctx.eps), grad_output)
-            empty = input.new_empty(0)
-            return dx, dw if ctx.need_weight else empty, db if ctx.need_bias else empty
+        *inputs, seed = ctx.saved_tensors
+        eps, dropout_p, centred, need_weight, need_bias = ctx.options
 
-        return grads
+        def grads(
+            grad_output: Tensor, grad_sum: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None
+        ) -> Any:
+            of_norm = (input, weight, bias, eps, centred)
+            total, grad_weight, grad_bias, *_ = gradients(reference.layer_norm, of_norm, grad_output)
+            assert total is not None
+            if grad_sum is not None:
+                total = total + grad_sum
+            empty = input.new_empty(0)
+            grad_input = empty if seed is None else dropout(total, seed, dropout_p)
+            return total, grad_input, grad_weight if need_weight else empty, grad_bias if need_bias else empty
+
+        return grads, inputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        grads = gradients(_LayerNormBackward.formula(ctx), ctx.saved_tensors, cotangents)
-        return *grads, None, None, None, None, None
+        grads, inputs = _LayerNormBackward.formula(ctx)
+        return *gradients(grads, inputs, cotangents), *[None] * 8
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        return tangents(_LayerNormBackward.formula(ctx), ctx.saved_tensors, input_tangents[:4])
+        grads, inputs = _LayerNormBackward.formula(ctx)
+        return tangents(grads, inputs, input_tangents[:5])
 
 
 _LayerNormEager, _LayerNormBackwardEager = eager(_LayerNorm), eager(_LayerNormBackward)
@@ -207,49 +444,76 @@ def _statistics_dtype(input: Tensor) -> torch.dtype:
 
 
 @torch.library.register_fake("seqkern::layer_norm_fwd")
-def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    statistics = input.new_empty(input.shape[0], dtype=_statistics_dtype(input))
-    return input.new_empty(input.shape), statistics, torch.empty_like(statistics)
+def _(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    centred: bool,
+) -> Any:
+    rows, dtype = input.shape[0], _statistics_dtype(input)
+    return (
+        input.new_empty(input.shape),
+        input.new_empty(0 if residual is None else input.shape),
+        input.new_empty(rows if centred else 0, dtype=dtype),
+        input.new_empty(rows, dtype=dtype),
+    )
 
 
 @torch.library.register_fake("seqkern::layer_norm_bwd")
 def _(
     grad_output: Tensor,
+    grad_sum: Tensor | None,
     input: Tensor,
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    centred: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> Any:
-    dtype = _statistics_dtype(input)
-    columns = input.shape[1]
+    columns, dtype = input.shape[1], _statistics_dtype(input)
     return (
         input.new_empty(input.shape),
+        input.new_empty(0 if seed is None else input.shape),
         input.new_empty(columns if need_weight else 0, dtype=dtype),
         input.new_empty(columns if need_bias else 0, dtype=dtype),
     )
 
 
 @torch.library.register_vmap("seqkern::layer_norm_fwd")
-def _(info: Any, in_dims: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    op = torch.ops.seqkern.layer_norm_fwd
-    if in_dims[1] is not None or in_dims[2] is not None:  # parameters of their own for every sample: one call each
-        return per_sample(op, info.batch_size, in_dims, (input, weight, bias, eps))
-    x = input.movedim(in_dims[0], 0)
-    outputs = op(x.flatten(0, 1), weight, bias, eps)
-    return tuple(t.unflatten(0, x.shape[:2]) for t in outputs), (0, 0, 0)
+def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    # Parameters of their own for every sample, or the same dropout mask for all: one call each.
+    alone = args[4] is not None or any(dim is not None for dim in in_dims[2:4])
+    return _batched(torch.ops.seqkern.layer_norm_fwd, info.batch_size, in_dims, args, (0, 1), alone)
 
 
 @torch.library.register_vmap("seqkern::layer_norm_bwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    op = torch.ops.seqkern.layer_norm_bwd
-    tensors, (need_weight, need_bias) = args[:5], args[5:]
-    if need_weight or need_bias or in_dims[4] is not None:  # gradients of the parameters for every sample
-        return per_sample(op, info.batch_size, in_dims, args)
-    rows = [
-        t.movedim(d, 0) if d is not None else t.expand(info.batch_size, *t.shape)
-        for t, d in zip(tensors[:4], in_dims[:4], strict=True)
-    ]
-    grad_input, empty, _ = op(*(t.flatten(0, 1) for t in rows), tensors[4], False, False)
-    return (grad_input.unflatten(0, rows[1].shape[:2]), empty, empty.clone()), (0, None, None)
+    # A sample's own gradients of the parameters: their sum alone comes out of a batch.
+    alone = args[6] is not None or in_dims[5] is not None or any(args[9:11])
+    return _batched(torch.ops.seqkern.layer_norm_bwd, info.batch_size, in_dims, args, (0, 1, 2, 3, 4), alone)
+
+
+def _batched(op: Any, samples: int, in_dims: Any, args: Any, rows: tuple[int, ...], alone: bool) -> Any:
+    """The samples become part of the rows, which the arguments `rows` have as their first dimension."""
+    if alone or samples == 0:
+        return per_sample(op, samples, in_dims, args)
+    folded = list(args)
+    for i in rows:
+        if isinstance(t := args[i], Tensor):
+            t = t.expand(samples, *t.shape) if in_dims[i] is None else t.movedim(in_dims[i], 0)
+            folded[i] = t.flatten(0, 1)
+    outputs = op(*folded)
+    count = folded[0].shape[0]
+    out_dims = tuple(0 if t.shape[0] == count else None for t in outputs)  # what is not wanted comes back empty
+    unfolded = tuple(
+        t if dim is None else t.unflatten(0, (samples, count // samples))
+        for t, dim in zip(outputs, out_dims, strict=True)
+    )
+    return unfolded, out_dims

@@ -1,23 +1,41 @@
-"""Layer normalisation, as Ba et al. 2016 and Jurafsky & Martin (chapter 9, equations 9.39-9.42) state it."""
+"""Layer norm and RMS norm over the last dimension, and the addition and dropout before them.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, eq. 4, and Zhang and Sennrich, "Root Mean Square Layer
+Normalization", 2019, eq. 4, with eps inside the root as PyTorch has it.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from seqkern.reference.dropout import dropout
 
-def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """weight * (x - mu) / sqrt(var + eps) + bias over the last dimension; eps under the root is torch's addition.
 
-    Computed in float32 or wider, returned in the input's dtype. Source: Ba, Kiros and Hinton 2016, equation 4.
-    """
-    x = input.to(torch.promote_types(input.dtype, torch.float32))
-    centred = x - x.mean(-1, keepdim=True)  # x - mu
-    centred = centred - centred.mean(-1, keepdim=True)  # what rounding left of the mean
-    variance = (centred * centred).mean(-1, keepdim=True)  # sigma^2, over all d entries
-    output = centred * torch.rsqrt(variance + eps)
+def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool = True) -> Tensor:
+    """weight * (x - mean) / sqrt(var + eps) + bias; not centred: weight * x / sqrt(mean(x^2) + eps) + bias."""
+    accumulate = torch.promote_types(input.dtype, torch.float32)
+    x = input.to(accumulate)
+    centre = x - x.mean(-1, keepdim=True) if centred else x
+    variance = centre.square().mean(-1, keepdim=True)
+    output = centre * torch.rsqrt(variance + eps)
     if weight is not None:
-        output = output * weight.to(x.dtype)
+        output = output * weight.to(accumulate)
     if bias is not None:
-        output = output + bias.to(x.dtype)
+        output = output + bias.to(accumulate)
     return output.to(input.dtype)
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    centred: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The norm of dropout(input) + residual, and that sum; matrices."""
+    total = (input if seed is None else dropout(input, seed, dropout_p)) + residual
+    return layer_norm(total, weight, bias, eps, centred), total
