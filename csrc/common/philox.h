@@ -1,6 +1,6 @@
 // Counter-based random numbers for dropout: Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as
-// easy as 1, 2, 3"; 7 rounds pass BigCrush). Nothing is stored: the mask is a function of the seed and the position, the
-// same on every backend, tier and number of threads.
+// easy as 1, 2, 3"; 7 rounds pass BigCrush). Nothing is stored: the mask is a function of the seed and the position,
+// the same on every backend, tier and number of threads.
 //
 // Element (row, column) takes word column % 4 of the counter (column / 4, row low, row high, 0) under the key
 // (seed low, seed high), and is kept when the word is at least `threshold`: seqkern/reference/dropout.py says the same.
@@ -68,7 +68,8 @@ SK_INLINE void philox_words(uint64_t seed, int64_t row, int64_t first, uint32_t*
   const vu32 even_low = __builtin_shuffle(c0, c2, lower), even_high = __builtin_shuffle(c0, c2, upper);
   const vu32 odd_low = __builtin_shuffle(c1, c3, lower), odd_high = __builtin_shuffle(c1, c3, upper);
   const vu32 ordered[4] = {__builtin_shuffle(even_low, odd_low, lower), __builtin_shuffle(even_low, odd_low, upper),
-                           __builtin_shuffle(even_high, odd_high, lower), __builtin_shuffle(even_high, odd_high, upper)};
+                           __builtin_shuffle(even_high, odd_high, lower),
+                           __builtin_shuffle(even_high, odd_high, upper)};
   __builtin_memcpy(words, ordered, sizeof(ordered));
 }
 

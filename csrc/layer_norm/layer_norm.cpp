@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "tensor.h"
 
@@ -15,6 +17,44 @@ constexpr int64_t kGrainElements = 16384;
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kPartialElements = int64_t{1} << 22;
 constexpr int64_t kLeastRows = 8;
+
+// How the rows of a backward pass are divided: by the shape alone, so that the order of every sum is the same on any
+// number of threads. A chunk of fewer elements than the grain, or of few rows, would spend its time on its partial
+// sums.
+struct Chunks {
+  int64_t rows_per_chunk, count;
+  Chunks(int64_t rows, int64_t columns) {
+    const int64_t width = std::max<int64_t>(1, columns);
+    const int64_t most = std::clamp<int64_t>(kPartialElements / width, 4, kMaxChunks);
+    rows_per_chunk = std::max({kLeastRows, kGrainElements / width, (rows + most - 1) / most});
+    count = (rows + rows_per_chunk - 1) / rows_per_chunk;
+  }
+};
+
+void run_forward(const LayerNormForward& args, int64_t rows) {
+  const auto forward = layer_norm_kernels().forward;
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.columns)),
+                              [&](int64_t begin, int64_t end) { forward(args, begin, end); });
+}
+
+// The sums for the parameters end in grad_weight and grad_bias (null where not needed). With one chunk they are its
+// partial sums.
+void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* grad_weight, void* grad_bias) {
+  const auto& kernels = layer_norm_kernels();
+  const int64_t chunk_elements = std::max<int64_t>(1, chunks.rows_per_chunk * args.columns);
+  torch::stable::parallel_for(0, chunks.count, std::max<int64_t>(1, kGrainElements / chunk_elements),
+                              [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
+  if (chunks.count == 1) return;
+  const int64_t grain = kGrainElements / std::clamp<int64_t>(chunks.count, 1, kGrainElements);
+  for (const auto& [partial, total] :
+       {std::pair{args.grad_weight_partial, grad_weight}, std::pair{args.grad_bias_partial, grad_bias}}) {
+    if (!total) continue;
+    torch::stable::parallel_for(0, args.columns, grain,
+                                [&, partial = partial, total = total](int64_t begin, int64_t end) {
+                                  kernels.reduce(args.dtype, chunks.count, args.columns, partial, total, begin, end);
+                                });
+  }
+}
 
 const void* data_or_null(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
 
@@ -99,9 +139,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   args.sum = sum.mutable_data_ptr();
   args.mean = centred ? mean.mutable_data_ptr() : nullptr;
   args.rstd = rstd.mutable_data_ptr();
-  const auto forward = layer_norm_kernels().forward;
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, columns)),
-                              [&](int64_t begin, int64_t end) { forward(args, begin, end); });
+  run_forward(args, rows);
   return {output, sum, mean, rstd};
 }
 
@@ -124,20 +162,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   const Dropout dropout = dropout_of(seed, dropout_p, op);
   const Tensor x = with_unit_last_stride(input);
 
-  // By the shape alone, so that the order of every sum is the same on any number of threads. A chunk of fewer elements
-  // than the grain, or of few rows, would spend its time on its partial sums.
-  const int64_t most = std::clamp<int64_t>(kPartialElements / std::max<int64_t>(1, columns), 4, kMaxChunks);
-  const int64_t least_rows = std::max<int64_t>(kLeastRows, kGrainElements / std::max<int64_t>(1, columns));
-  const int64_t rows_per_chunk = std::max(least_rows, (rows + most - 1) / most);
-  const int64_t chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
-
+  const Chunks chunks(rows, columns);
   Tensor grad_residual = empty(x, {rows, columns}, input.scalar_type());
   Tensor grad_input =
       dropout.active ? empty(x, {rows, columns}, input.scalar_type()) : empty(x, {0}, input.scalar_type());
-  // One chunk needs no second stage.
   Tensor grad_weight = empty(x, {need_weight ? columns : 0}, acc), grad_bias = empty(x, {need_bias ? columns : 0}, acc);
-  Tensor weight_partial = chunks == 1 ? grad_weight : empty(x, {need_weight ? chunks : 0, columns}, acc);
-  Tensor bias_partial = chunks == 1 ? grad_bias : empty(x, {need_bias ? chunks : 0, columns}, acc);
+  Tensor weight_partial = chunks.count == 1 ? grad_weight : empty(x, {need_weight ? chunks.count : 0, columns}, acc);
+  Tensor bias_partial = chunks.count == 1 ? grad_bias : empty(x, {need_bias ? chunks.count : 0, columns}, acc);
   LayerNormBackward args{};
   args.dtype = dtype;
   args.centred = centred;
@@ -155,25 +186,56 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   args.grad_residual = grad_residual.mutable_data_ptr();
   args.dropout = dropout;
   args.grad_input = dropout.active ? grad_input.mutable_data_ptr() : nullptr;
-  args.rows_per_chunk = rows_per_chunk;
+  args.rows_per_chunk = chunks.rows_per_chunk;
   args.grad_weight_partial = need_weight ? weight_partial.mutable_data_ptr() : nullptr;
   args.grad_bias_partial = need_bias ? bias_partial.mutable_data_ptr() : nullptr;
-  const auto& kernels = layer_norm_kernels();
-  const int64_t chunk_elements = std::max<int64_t>(1, rows_per_chunk * columns);
-  torch::stable::parallel_for(0, chunks, std::max<int64_t>(1, kGrainElements / chunk_elements),
-                              [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
-
-  const auto reduce = [&](const Tensor& partial, Tensor& total) {
-    const int64_t grain = kGrainElements / std::max<int64_t>(1, std::min(chunks, kGrainElements));
-    torch::stable::parallel_for(0, total.numel(), grain, [&](int64_t begin, int64_t end) {
-      kernels.reduce(dtype, chunks, columns, partial.const_data_ptr(), total.mutable_data_ptr(), begin, end);
-    });
-  };
-  if (chunks != 1) {
-    reduce(weight_partial, grad_weight);
-    reduce(bias_partial, grad_bias);
-  }
+  run_backward(args, chunks, need_weight ? grad_weight.mutable_data_ptr() : nullptr,
+               need_bias ? grad_bias.mutable_data_ptr() : nullptr);
   return {grad_residual, grad_input, grad_weight, grad_bias};
+}
+
+// ---- the short way
+// --------------------------------------------------------------------------------------------------- For small calls
+// on plain contiguous tensors, where the dispatcher takes longer than the kernel: seqkern/ops/_direct.py checks the
+// arguments and passes addresses. `codes`: bits 0-1 the dtype, 2-3 the weight's, 4-5 the bias's, 6 centred.
+
+struct Codes {
+  Dtype dtype, weight, bias;
+  bool centred;
+  explicit Codes(int codes)
+      : dtype(static_cast<Dtype>(codes & 3)),
+        weight(static_cast<Dtype>(codes >> 2 & 3)),
+        bias(static_cast<Dtype>(codes >> 4 & 3)),
+        centred(codes >> 6 & 1) {}
+  size_t acc_size() const { return dtype == Dtype::f64 ? 8 : 4; }
+  bool is_acc(Dtype d) const { return d == (dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32); }
+};
+
+// Aligned scratch that lives as long as the thread.
+class Scratch {
+ public:
+  Scratch() : memory_(storage()) { memory_.clear(); }
+  // Reserve all that a call needs before taking any.
+  void reserve(size_t bytes) { memory_.reserve(bytes); }
+  void* take(size_t bytes) {
+    const size_t at = memory_.size();
+    memory_.resize(at + (bytes + 63) / 64 * 64);
+    return memory_.data() + at;
+  }
+
+ private:
+  static std::vector<unsigned char>& storage() {
+    static thread_local std::vector<unsigned char> memory;
+    return memory;
+  }
+  std::vector<unsigned char>& memory_;
+};
+
+const void* widened(const Codes& codes, Dtype from, int64_t columns, const void* parameter, Scratch& scratch) {
+  if (!parameter || codes.is_acc(from)) return parameter;
+  void* wide = scratch.take(columns * codes.acc_size());
+  layer_norm_kernels().widen(codes.dtype, from, columns, parameter, wide);
+  return wide;
 }
 
 }  // namespace
@@ -184,3 +246,77 @@ STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
 }
 
 }  // namespace seqkern
+
+using namespace seqkern;
+
+extern "C" __attribute__((visibility("default"))) void seqkern_layer_norm_fwd(const void* input, const void* weight,
+                                                                              const void* bias, void* output,
+                                                                              int64_t rows, int64_t columns, double eps,
+                                                                              int flags) {
+  const Codes codes(flags);
+  Scratch scratch;
+  scratch.reserve(2 * (columns * codes.acc_size() + 64));
+  LayerNormForward args{};
+  args.dtype = codes.dtype;
+  args.centred = codes.centred;
+  args.columns = columns;
+  args.input = input;
+  args.input_stride = columns;
+  args.weight = widened(codes, codes.weight, columns, weight, scratch);
+  args.bias = widened(codes, codes.bias, columns, bias, scratch);
+  args.eps = eps;
+  args.output = output;
+  run_forward(args, rows);
+}
+
+// The gradients of a forward call of the same arguments. Its statistics are found again: that takes less time than the
+// allocation of tensors that would keep them. grad_weight and grad_bias are in the parameters' dtypes, or null.
+extern "C" __attribute__((visibility("default"))) void seqkern_layer_norm_bwd(const void* grad_output,
+                                                                              const void* input, const void* weight,
+                                                                              void* grad_input, void* grad_weight,
+                                                                              void* grad_bias, int64_t rows,
+                                                                              int64_t columns, double eps, int flags) {
+  const Codes codes(flags);
+  const Chunks chunks(rows, columns);
+  const size_t size = codes.acc_size(), partial = (chunks.count * columns * size + 63) / 64 * 64;
+  Scratch scratch;
+  scratch.reserve(2 * (rows * size + 64) + 3 * (columns * size + 64) + 2 * partial);
+  LayerNormForward forward{};
+  forward.dtype = codes.dtype;
+  forward.centred = codes.centred;
+  forward.columns = columns;
+  forward.input = input;
+  forward.input_stride = columns;
+  forward.eps = eps;
+  forward.mean = scratch.take(rows * size);
+  forward.rstd = scratch.take(rows * size);
+  run_forward(forward, rows);
+
+  LayerNormBackward args{};
+  args.dtype = codes.dtype;
+  args.centred = codes.centred;
+  args.rows = rows;
+  args.columns = columns;
+  args.grad_output = grad_output;
+  args.grad_output_stride = columns;
+  args.input = input;
+  args.input_stride = columns;
+  args.mean = forward.mean;
+  args.rstd = forward.rstd;
+  args.weight = widened(codes, codes.weight, columns, weight, scratch);
+  args.grad_residual = grad_input;
+  args.rows_per_chunk = chunks.rows_per_chunk;
+  const auto sums = [&](void* grad, Dtype dtype) -> std::pair<void*, void*> {  // partial sums, and where they are added
+    if (!grad) return {nullptr, nullptr};
+    void* total = codes.is_acc(dtype) ? grad : scratch.take(columns * size);
+    return {chunks.count == 1 ? total : scratch.take(partial), total};
+  };
+  const auto [weight_partial, weight_total] = sums(grad_weight, codes.weight);
+  const auto [bias_partial, bias_total] = sums(grad_bias, codes.bias);
+  args.grad_weight_partial = weight_partial;
+  args.grad_bias_partial = bias_partial;
+  run_backward(args, chunks, weight_total, bias_total);
+  const auto narrow = layer_norm_kernels().narrow;
+  if (weight_total != grad_weight) narrow(codes.dtype, codes.weight, columns, weight_total, grad_weight);
+  if (bias_total != grad_bias) narrow(codes.dtype, codes.bias, columns, bias_total, grad_bias);
+}

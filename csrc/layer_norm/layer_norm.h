@@ -23,7 +23,7 @@ struct LayerNormForward {
   const void* weight;  // (columns) or null
   const void* bias;    // (columns) or null
   double eps;
-  void* output;  // (rows, columns), contiguous
+  void* output;  // (rows, columns), contiguous; null for the statistics alone
   void* sum;     // (rows, columns), contiguous, when there is a residual
   void* mean;    // (rows); null when nobody wants it, or not centred
   void* rstd;    // (rows), or null
@@ -58,6 +58,8 @@ struct LayerNormKernels {
                  int64_t end);
   // A parameter of any dtype in the accumulation type of `dtype`.
   void (*widen)(Dtype dtype, Dtype from, int64_t count, const void* parameter, void* widened);
+  // And back: numbers of the accumulation type of `dtype` rounded to a parameter's dtype.
+  void (*narrow)(Dtype dtype, Dtype to, int64_t count, const void* wide, void* parameter);
 };
 
 SK_DECLARE_KERNEL_TABLE(LayerNormKernels, layer_norm_kernels)

@@ -54,6 +54,46 @@ SK_INLINE A root(A x) {
   return sizeof(A) == 8 ? A(__builtin_sqrt(x)) : A(__builtin_sqrtf(x));
 }
 
+template <class A>
+struct Deviations {
+  A pivot, shift, variance;
+};
+
+// The variance of a row, and its mean as pivot + shift. One reading is enough when the pivot, the mean of the row's
+// first elements, turns out to lie within half a standard deviation of the mean; else the mean becomes the pivot.
+template <class T>
+SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns) {
+  using A = acc_t<T>;
+  const int64_t head = columns < kUnroll * W<A> ? columns : kUnroll * W<A>;
+  const A share = A(1) / A(head);
+  Sum<A> sum;  // of x / n, not of x: it stays below the largest x
+  for_columns<A>(
+      head, [&](int64_t c, int u) { sum.part[u] += load(x + c) * share; },
+      [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * share; });
+  Deviations<A> r{sum.total(), 0, 0};
+  for (int reading = 0; reading < 2; ++reading) {
+    Sum<A> first, second;
+    for_columns<A>(
+        columns,
+        [&](int64_t c, int u) {
+          const Vec<A> d = load(x + c) - r.pivot;
+          first.part[u] += d;
+          second.part[u] += d * d;
+        },
+        [&](int64_t c, int64_t n) {
+          const Vec<A> d = keep_first<A>(load_partial(x + c, n) - r.pivot, n);
+          first.part[0] += d;
+          second.part[0] += d * d;
+        });
+    r.shift = first.total() / A(columns);
+    const A variance = second.total() / A(columns) - r.shift * r.shift;
+    r.variance = variance < 0 ? A(0) : variance;
+    if (reading == 1 || A(4) * r.shift * r.shift <= r.variance) break;
+    r.pivot += r.shift;
+  }
+  return r;
+}
+
 // Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is.
 template <class T>
 SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<T>>& dropout, T* s) {
@@ -78,61 +118,47 @@ template <class T, bool Centred>
 void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
-  const A inverse = A(1) / A(columns);
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
   DropoutRow<A> dropout;
   for (int64_t row = row_begin; row < row_end; ++row) {
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
-    T* y = static_cast<T*>(p.output) + row * columns;
     if (p.residual) {
       T* s = static_cast<T*>(p.sum) + row * columns;
       add_row<T>(p, row, dropout, s);
       x = s;
     }
 
-    A mean = 0, shift = 0;
-    Sum<A> second;
+    A pivot = 0, shift = 0, variance = 0;
     if constexpr (Centred) {
-      // x / columns is summed, not x: the sum stays below the largest x, and what its rounding does is in `shift`.
-      Sum<A> sum;
-      for_columns<A>(
-          columns, [&](int64_t c, int u) { sum.part[u] += load(x + c) * inverse; },
-          [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * inverse; });
-      mean = sum.total();
-      Sum<A> first;
-      for_columns<A>(
-          columns,
-          [&](int64_t c, int u) {
-            const Vec<A> d = load(x + c) - mean;
-            first.part[u] += d;
-            second.part[u] += d * d;
-          },
-          [&](int64_t c, int64_t n) {
-            const Vec<A> d = keep_first<A>(load_partial(x + c, n) - mean, n);
-            first.part[0] += d;
-            second.part[0] += d * d;
-          });
-      shift = first.total() / A(columns);
+      const Deviations<A> found = deviations<T>(x, columns);
+      pivot = found.pivot;
+      shift = found.shift;
+      variance = found.variance;
     } else {
+      Sum<A> square;
       for_columns<A>(
           columns,
           [&](int64_t c, int u) {
             const Vec<A> v = load(x + c);
-            second.part[u] += v * v;
+            square.part[u] += v * v;
           },
           [&](int64_t c, int64_t n) {
             const Vec<A> v = load_partial(x + c, n);
-            second.part[0] += v * v;
+            square.part[0] += v * v;
           });
+      variance = square.total() / A(columns);
     }
-    const A mean_square = second.total() / A(columns) - shift * shift;
-    const A variance = mean_square < 0 ? A(0) : mean_square;
     const A rstd = A(1) / root(A(variance + A(p.eps)));
 
+    if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + shift;
+    if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
+    if (!p.output) continue;
+
+    T* y = static_cast<T*>(p.output) + row * columns;
     const Vec<A> one = broadcast<A>(1), zero = {};
     const auto normalise = [&](Vec<A> v, Vec<A> w, Vec<A> b) {
-      if constexpr (Centred) v = (v - mean) - shift;
+      if constexpr (Centred) v = (v - pivot) - shift;
       return v * rstd * w + b;
     };
     for_columns<A>(
@@ -146,8 +172,6 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
                                   bias ? load_partial(bias + c, n) : zero),
                         n);
         });
-    if (Centred && p.mean) static_cast<A*>(p.mean)[row] = mean;
-    if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
   }
 }
 
@@ -199,8 +223,8 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, RowGradient<T
   r.mean_gx = (sum_gd.total() / A(columns) - r.shift * r.mean_g) * r.rstd;
 }
 
-// The gradients of `Rows` rows, and their share of dweight and dbias.
-template <class T, bool Centred, int Rows>
+// The gradients of `Rows` rows, and their share of dweight and dbias. `Added`: with grad_sum or dropout.
+template <class T, bool Centred, bool Added, int Rows>
 SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* dw, acc_t<T>* db) {
   using A = acc_t<T>;
   const A* weight = static_cast<const A*>(p.weight);
@@ -209,8 +233,7 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* 
 
   const auto column = [&](int64_t c, int64_t n) {
     const Vec<A> w = weight ? load_upto(weight + c, n) : broadcast<A>(1);
-    Vec<A> sum_w = dw ? load_upto(dw + c, n) : Vec<A>{};
-    Vec<A> sum_b = db ? load_upto(db + c, n) : Vec<A>{};
+    Vec<A> sum_w = {}, sum_b = {};  // of these rows first: fewer roundings of the large sum
     for (int i = 0; i < Rows; ++i) {
       RowGradient<T>& r = rows[i];
       const Vec<A> x = load_upto(r.x + c, n), dout = load_upto(r.dy + c, n);
@@ -220,18 +243,20 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* 
       // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
       const Vec<A> g = rounded(dout * w);
       Vec<A> total = (g - r.mean_g - xhat * r.mean_gx) * r.rstd;
-      if (r.grad_sum) total += load_upto(r.grad_sum + c, n);
+      if (Added && r.grad_sum) total += load_upto(r.grad_sum + c, n);
       store_upto(r.grad_residual + c, total, n);
-      if (r.grad_input) store_upto(r.grad_input + c, r.dropout.apply(total, c), n);
+      if (Added && r.grad_input) store_upto(r.grad_input + c, r.dropout.apply(total, c), n);
     }
-    if (dw) store_upto(dw + c, sum_w, n);
-    if (db) store_upto(db + c, sum_b, n);
+    if (dw) store_upto(dw + c, load_upto(dw + c, n) + sum_w, n);
+    if (db) store_upto(db + c, load_upto(db + c, n) + sum_b, n);
   };
-  for_columns<A>(p.columns, [&](int64_t c, int) { column(c, W<A>); }, column);
+  int64_t c = 0;
+  for (; c + W<A> <= p.columns; c += W<A>) column(c, W<A>);
+  if (c < p.columns) column(c, p.columns - c);
 }
 
 // One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias.
-template <class T, bool Centred>
+template <class T, bool Centred, bool Added>
 void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
   using A = acc_t<T>;
   constexpr int kRows = 4;
@@ -243,8 +268,8 @@ void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
 
   int64_t row = chunk * p.rows_per_chunk;
   const int64_t row_end = row + p.rows_per_chunk < p.rows ? row + p.rows_per_chunk : p.rows;
-  for (; row + kRows <= row_end; row += kRows) backward_rows<T, Centred, kRows>(p, row, dw, db);
-  for (; row < row_end; ++row) backward_rows<T, Centred, 1>(p, row, dw, db);
+  for (; row + kRows <= row_end; row += kRows) backward_rows<T, Centred, Added, kRows>(p, row, dw, db);
+  for (; row < row_end; ++row) backward_rows<T, Centred, Added, 1>(p, row, dw, db);
 }
 
 template <class A>
@@ -259,8 +284,13 @@ void forward(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {
 }
 
 void backward(const LayerNormBackward& p, int64_t chunk_begin, int64_t chunk_end) {
-  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk)
-    SK_DISPATCH(p.dtype, (p.centred ? backward_chunk<T, true> : backward_chunk<T, false>)(p, chunk));
+  const bool added = p.grad_sum || p.dropout.active;
+  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+    if (p.centred && added) SK_DISPATCH(p.dtype, backward_chunk<T, true, true>(p, chunk));
+    else if (p.centred) SK_DISPATCH(p.dtype, backward_chunk<T, true, false>(p, chunk));
+    else if (added) SK_DISPATCH(p.dtype, backward_chunk<T, false, true>(p, chunk));
+    else SK_DISPATCH(p.dtype, backward_chunk<T, false, false>(p, chunk));
+  }
 }
 
 void reduce(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, void* total, int64_t begin,
@@ -290,9 +320,27 @@ void widen(Dtype dtype, Dtype from, int64_t count, const void* parameter, void* 
   }
 }
 
+template <class A, class T>
+void narrow_to(int64_t count, const A* wide, T* parameter) {
+  for (int64_t c = 0; c < count; c += W<acc_t<T>>) {
+    acc_t<T> lanes[W<acc_t<T>>] = {};
+    const int64_t n = count - c < W<acc_t<T>> ? count - c : W<acc_t<T>>;
+    for (int64_t i = 0; i < n; ++i) lanes[i] = static_cast<acc_t<T>>(wide[c + i]);
+    store_upto(parameter + c, load(lanes), n);
+  }
+}
+
+void narrow(Dtype dtype, Dtype to, int64_t count, const void* wide, void* parameter) {
+  if (dtype == Dtype::f64) {
+    SK_DISPATCH(to, narrow_to(count, static_cast<const double*>(wide), static_cast<T*>(parameter)));
+  } else {
+    SK_DISPATCH(to, narrow_to(count, static_cast<const float*>(wide), static_cast<T*>(parameter)));
+  }
+}
+
 }  // namespace
 
-const LayerNormKernels layer_norm_kernels = {forward, backward, reduce, widen};
+const LayerNormKernels layer_norm_kernels = {forward, backward, reduce, widen, narrow};
 
 }  // namespace SK_TIER
 }  // namespace seqkern

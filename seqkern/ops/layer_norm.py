@@ -11,6 +11,7 @@ from torch import Tensor
 
 from seqkern import reference
 from seqkern._library import backend_for, kernel
+from seqkern.ops import _direct
 from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
 from seqkern.reference.dropout import dropout
 
@@ -52,6 +53,9 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
         True
     """
+    output = _direct.layer_norm(input, normalized_shape, weight, bias, eps, True)
+    if output is not None:
+        return output
     return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
 
 
@@ -85,6 +89,9 @@ def rms_norm(
     """
     if eps is None:
         eps = _default_eps(input)
+    output = _direct.layer_norm(input, normalized_shape, weight, None, eps, False)
+    if output is not None:
+        return output
     return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
 
 
@@ -431,6 +438,27 @@ class _LayerNormBackward(torch.autograd.Function):
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
         grads, inputs = _LayerNormBackward.formula(ctx)
         return tangents(grads, inputs, input_tangents[:5])
+
+
+def backward_of_input(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a norm over the last dimension that kept its arguments alone; differentiable again."""
+    flat = input.reshape(-1, input.shape[-1])
+    with torch.no_grad():
+        _, _, mean, rstd = kernel("layer_norm_fwd", input)(flat, None, None, None, None, eps, 0.0, centred)
+    grad_input, _, grad_weight, grad_bias = apply(
+        _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
+        grad_output.reshape(flat.shape), None, flat, weight, bias, mean, rstd, None, eps, 0.0, centred, *needs[1:],
+    )  # fmt: skip
+    grads = (grad_input.view(input.shape), grad_weight, grad_bias)
+    return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True))
 
 
 _LayerNormEager, _LayerNormBackwardEager = eager(_LayerNorm), eager(_LayerNormBackward)

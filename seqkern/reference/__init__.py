@@ -1,7 +1,8 @@
 """The equations in plain PyTorch, one file an op: the executable specification and, in float64, the tests' oracle."""
 
 from seqkern.reference.attention import attention
+from seqkern.reference.dropout import dropout, dropout_words, keep_mask
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
 from seqkern.reference.rnn import lstm, lstm_cell
 
-__all__ = ["add_layer_norm", "attention", "layer_norm", "lstm", "lstm_cell"]
+__all__ = ["add_layer_norm", "attention", "dropout", "dropout_words", "keep_mask", "layer_norm", "lstm", "lstm_cell"]

@@ -12,7 +12,7 @@ ROUNDS = 7
 _WORD = 0xFFFFFFFF
 
 
-def philox(counter: list[Tensor], key: list[Tensor], rounds: int = ROUNDS) -> list[Tensor]:
+def dropout_words(counter: list[Tensor], key: list[Tensor], rounds: int = ROUNDS) -> list[Tensor]:
     """Four counter words and two key words (int64 tensors holding uint32) to four random words."""
     for _ in range(rounds):
         product0, product1 = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57  # modulo 2^64, which keeps every bit
@@ -32,7 +32,7 @@ def keep_mask(seed: Tensor, dropout_p: float, rows: int, columns: int) -> Tensor
     row = torch.arange(rows, device=seed.device)[:, None]
     block = torch.arange((columns + 3) // 4, device=seed.device)[None, :]
     counter = [block.expand(rows, -1), (row & _WORD).expand(-1, block.shape[1]), row >> 32, torch.zeros_like(row)]
-    words = torch.stack(philox(counter, [seed & _WORD, seed >> 32 & _WORD]), -1)
+    words = torch.stack(dropout_words(counter, [seed & _WORD, seed >> 32 & _WORD]), -1)
     return words.flatten(1)[:, :columns] >= min(int(dropout_p * 2**32), 2**32 - 1)
 
 

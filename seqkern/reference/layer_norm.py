@@ -12,7 +12,9 @@ from torch import Tensor
 from seqkern.reference.dropout import dropout
 
 
-def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool = True) -> Tensor:
+def layer_norm(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, centred: bool = True
+) -> Tensor:
     """weight * (x - mean) / sqrt(var + eps) + bias; not centred: weight * x / sqrt(mean(x^2) + eps) + bias."""
     accumulate = torch.promote_types(input.dtype, torch.float32)
     x = input.to(accumulate)
