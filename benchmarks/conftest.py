@@ -14,6 +14,13 @@ from seqkern._library import describe_machine
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), help="where to run (default: cuda when there is one)")
+    parser.addoption("--threads", type=int, help="threads of torch and seqkern (default: torch's choice)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads(request: pytest.FixtureRequest) -> None:
+    if count := request.config.getoption("--threads"):
+        torch.set_num_threads(count)
 
 
 @pytest.fixture(scope="session")

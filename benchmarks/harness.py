@@ -80,13 +80,16 @@ def synchronize(device: str) -> None:
 
 
 def forward_backward(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Thunk:
-    """A call of function(*inputs) and of its gradients for every input, with a fixed dense cotangent."""
+    """A call of function(*inputs) and of its gradients for every input, with a fixed dense cotangent of each result.
+
+    Of a result that is a tuple, what is not a tensor (the states of an LSTM) gets no gradient.
+    """
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     with torch.no_grad():
-        cotangent = torch.randn_like(_first(function(*leaves)))
+        cotangents = [torch.randn_like(t) for t in _tensors(function(*leaves))]
 
     def call() -> Any:
-        return torch.autograd.grad(_first(function(*leaves)), leaves, cotangent)
+        return torch.autograd.grad(_tensors(function(*leaves)), leaves, cotangents)
 
     return call
 
@@ -99,8 +102,8 @@ def forward_only(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -
     return call
 
 
-def _first(result: Any) -> torch.Tensor:
-    return result if isinstance(result, torch.Tensor) else result[0]
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
 
 
 def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds: int = 7) -> None:

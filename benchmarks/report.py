@@ -19,7 +19,11 @@ def load(path: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
 
 def table(cases: list[dict[str, Any]]) -> Table:
     peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
-    result = Table(caption="speedup: median of the round-by-round ratios and quartiles; above 1 seqkern wins")
+    threads = sorted({case["threads"] for case in cases})
+    result = Table(
+        title=f"{', '.join(map(str, threads))} threads",
+        caption="speedup: median of the round-by-round ratios and quartiles; above 1 seqkern wins",
+    )
     for column in ("op", "shape", "dtype", "mode"):
         result.add_column(column, no_wrap=True)
     for column in ("seqkern ms", *(f"vs {name}" for name in peers), "GFLOP/s", "GB/s", "of roofline"):

@@ -1,7 +1,7 @@
 """Fused kernels for sequence models in PyTorch: attention, layer norm and recurrent networks, on CPU and GPU."""
 
 from seqkern import nn, reference
-from seqkern._library import explain, use_backend
+from seqkern._library import explain, release_memory, use_backend
 from seqkern.ops.attention import attention, scaled_dot_product_attention
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.rnn import lstm, lstm_cell
@@ -17,6 +17,7 @@ __all__ = [
     "lstm_cell",
     "nn",
     "reference",
+    "release_memory",
     "rms_norm",
     "scaled_dot_product_attention",
     "use_backend",

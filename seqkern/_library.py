@@ -61,6 +61,8 @@ def _load() -> ctypes.CDLL:
     extension.seqkern_active_isa.restype = ctypes.c_char_p
     extension.seqkern_best_isa.restype = ctypes.c_char_p
     extension.seqkern_set_isa.argtypes = [ctypes.c_char_p]
+    extension.seqkern_pool_set_limit.argtypes = [ctypes.c_size_t]
+    extension.seqkern_pool_waiting.restype = ctypes.c_size_t
     return extension
 
 
@@ -97,6 +99,34 @@ def use_cpu_isa(name: str) -> Iterator[None]:
         yield
     finally:
         _set_cpu_isa(previous, "isa")
+
+
+# ---- memory of large results --------------------------------------------------------------------------------------
+
+
+def release_memory() -> None:
+    """Gives memory that waits for the next large result back to the system.
+
+    CPU results of 4 MB and more keep their memory for one another when they are freed, at most 512 MB of it: fresh
+    pages would cost an op that only streams most of its time. The environment variable SEQKERN_CACHE_MB sets another
+    limit, 0 for none.
+
+    Example:
+        >>> import seqkern
+        >>> seqkern.release_memory()
+    """
+    _extension.seqkern_pool_release()
+
+
+def waiting_memory() -> int:
+    """Bytes that wait for the next large result."""
+    return _extension.seqkern_pool_waiting()
+
+
+def _set_cache_megabytes(text: str) -> None:
+    if not text.isdecimal() or int(text) > 2**40:
+        raise ValueError(f"SEQKERN_CACHE_MB must be a whole number of megabytes, got {text!r}")
+    _extension.seqkern_pool_set_limit(int(text) << 20)
 
 
 # ---- backend ------------------------------------------------------------------------------------------------------
@@ -287,6 +317,8 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+if megabytes := os.environ.get("SEQKERN_CACHE_MB"):
+    _set_cache_megabytes(megabytes)
 if isa := os.environ.get("SEQKERN_CPU_ISA"):
     _set_cpu_isa(isa, "SEQKERN_CPU_ISA")
 if backend := os.environ.get("SEQKERN_BACKEND"):

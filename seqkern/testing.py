@@ -177,9 +177,11 @@ def poison() -> Iterator[None]:
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = True
+    _library._extension.seqkern_pool_set_poison(1)
     try:
         yield
     finally:
+        _library._extension.seqkern_pool_set_poison(0)
         torch.use_deterministic_algorithms(deterministic)
         settings.fill_uninitialized_memory = fill
 

@@ -7,10 +7,6 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -71,24 +67,15 @@ inline bool unit_last_stride(const Tensor& t) {
 inline Tensor with_unit_last_stride(const Tensor& t) { return unit_last_stride(t) ? t : torch::stable::contiguous(t); }
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// Asks for huge pages where a tensor is larger than several of them. Fresh memory comes from the kernel page by page,
-// and for an op that only streams, the faults of 4 kB pages take longer than the work: a layer norm of 32 MB is three
-// times as fast with 2 MB pages. Advice only, and only for whole huge pages inside the tensor.
-inline void advise_huge_pages(Tensor& t, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = uintptr_t{1} << 21;
-  if (bytes < static_cast<int64_t>(4 * kPage)) return;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
-  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + bytes) / kPage * kPage;
-  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
+// A tensor on memory of the pool, or nothing: small, or a torch (2.10) that cannot tell when the tensor dies.
+std::optional<Tensor> pooled_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type);
 
 // Uninitialised memory on the device of `like`.
 inline Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  Tensor t = torch::stable::new_empty(like, sizes, type);
-  if (t.is_cpu()) advise_huge_pages(t, t.numel() * static_cast<int64_t>(t.element_size()));
-  return t;
+  if (like.is_cpu()) {
+    if (auto pooled = pooled_tensor(sizes, type)) return *pooled;
+  }
+  return torch::stable::new_empty(like, sizes, type);
 }
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
