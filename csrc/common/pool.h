@@ -1,9 +1,10 @@
 // Memory of large results, kept for the next one.
 //
-// A C library gives large blocks back to the kernel as soon as they are freed, and the next result of the same size pays
-// for fresh pages: zeroed, one fault each. For an op that only streams, that is most of its time (a layer norm of 32 MB
-// takes 12 ms, of which the arithmetic and the memory traffic are 4). So blocks of 4 MB and more come from here, aligned
-// to huge pages, and go back here when their tensor dies. At most `limit` bytes wait unused; the oldest go first.
+// A C library gives large blocks back to the kernel as soon as they are freed, and the next result of the same size
+// pays for fresh pages: zeroed, one fault each. For an op that only streams, that is most of its time (a layer norm of
+// 32 MB takes 12 ms, of which the arithmetic and the memory traffic are 4). So blocks of 4 MB and more come from here,
+// aligned to huge pages, and go back here when their tensor dies. At most `limit` bytes wait unused; the oldest go
+// first.
 #pragma once
 
 #include <cstddef>

@@ -50,10 +50,9 @@ std::optional<Tensor> pooled_tensor(torch::headeronly::IntHeaderOnlyArrayRef siz
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   const auto give = [](void* data, void* context) { pool_give(data, reinterpret_cast<uintptr_t>(context)); };
   AtenTensorHandle handle = nullptr;
-  const AOTITorchError error =
-      from_blob()(block, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, dtype,
-                  aoti_torch_device_type_cpu(), -1, &handle, aoti_torch_layout_strided(), nullptr, 0, give,
-                  reinterpret_cast<void*>(size));
+  const AOTITorchError error = from_blob()(
+      block, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, dtype, aoti_torch_device_type_cpu(),
+      -1, &handle, aoti_torch_layout_strided(), nullptr, 0, give, reinterpret_cast<void*>(size));
   if (error != 0) {
     pool_give(block, size);
     return std::nullopt;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "layer_norm_direct.h"
 #include "tensor.h"
 
 namespace seqkern {
@@ -195,23 +196,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
 }
 
 // ---- the short way
-// --------------------------------------------------------------------------------------------------- For small calls
-// on plain contiguous tensors, where the dispatcher takes longer than the kernel: seqkern/ops/_direct.py checks the
-// arguments and passes addresses. `codes`: bits 0-1 the dtype, 2-3 the weight's, 4-5 the bias's, 6 centred.
+// ---------------------------------------------------------------------------------------------------
 
-struct Codes {
-  Dtype dtype, weight, bias;
-  bool centred;
-  explicit Codes(int codes)
-      : dtype(static_cast<Dtype>(codes & 3)),
-        weight(static_cast<Dtype>(codes >> 2 & 3)),
-        bias(static_cast<Dtype>(codes >> 4 & 3)),
-        centred(codes >> 6 & 1) {}
-  size_t acc_size() const { return dtype == Dtype::f64 ? 8 : 4; }
-  bool is_acc(Dtype d) const { return d == (dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32); }
-};
-
-// Aligned scratch that lives as long as the thread.
+// Scratch that lives as long as the thread.
 class Scratch {
  public:
   Scratch() : memory_(storage()) { memory_.clear(); }
@@ -231,10 +218,13 @@ class Scratch {
   std::vector<unsigned char>& memory_;
 };
 
-const void* widened(const Codes& codes, Dtype from, int64_t columns, const void* parameter, Scratch& scratch) {
-  if (!parameter || codes.is_acc(from)) return parameter;
-  void* wide = scratch.take(columns * codes.acc_size());
-  layer_norm_kernels().widen(codes.dtype, from, columns, parameter, wide);
+size_t acc_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
+bool is_acc(Dtype dtype, Dtype of) { return dtype == (of == Dtype::f64 ? Dtype::f64 : Dtype::f32); }
+
+const void* widened(const DirectNorm& norm, Dtype from, const void* parameter, Scratch& scratch) {
+  if (!parameter || is_acc(from, norm.dtype)) return parameter;
+  void* wide = scratch.take(norm.columns * acc_size(norm.dtype));
+  layer_norm_kernels().widen(norm.dtype, from, norm.columns, parameter, wide);
   return wide;
 }
 
@@ -245,78 +235,66 @@ STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
   m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
 }
 
-}  // namespace seqkern
-
-using namespace seqkern;
-
-extern "C" __attribute__((visibility("default"))) void seqkern_layer_norm_fwd(const void* input, const void* weight,
-                                                                              const void* bias, void* output,
-                                                                              int64_t rows, int64_t columns, double eps,
-                                                                              int flags) {
-  const Codes codes(flags);
+void direct_forward(const DirectNorm& norm, const void* input, const void* weight, const void* bias, void* output) {
   Scratch scratch;
-  scratch.reserve(2 * (columns * codes.acc_size() + 64));
+  scratch.reserve(2 * (norm.columns * acc_size(norm.dtype) + 64));
   LayerNormForward args{};
-  args.dtype = codes.dtype;
-  args.centred = codes.centred;
-  args.columns = columns;
+  args.dtype = norm.dtype;
+  args.centred = norm.centred;
+  args.columns = norm.columns;
   args.input = input;
-  args.input_stride = columns;
-  args.weight = widened(codes, codes.weight, columns, weight, scratch);
-  args.bias = widened(codes, codes.bias, columns, bias, scratch);
-  args.eps = eps;
+  args.input_stride = norm.columns;
+  args.weight = widened(norm, norm.weight_dtype, weight, scratch);
+  args.bias = widened(norm, norm.bias_dtype, bias, scratch);
+  args.eps = norm.eps;
   args.output = output;
-  run_forward(args, rows);
+  run_forward(args, norm.rows);
 }
 
-// The gradients of a forward call of the same arguments. Its statistics are found again: that takes less time than the
-// allocation of tensors that would keep them. grad_weight and grad_bias are in the parameters' dtypes, or null.
-extern "C" __attribute__((visibility("default"))) void seqkern_layer_norm_bwd(const void* grad_output,
-                                                                              const void* input, const void* weight,
-                                                                              void* grad_input, void* grad_weight,
-                                                                              void* grad_bias, int64_t rows,
-                                                                              int64_t columns, double eps, int flags) {
-  const Codes codes(flags);
-  const Chunks chunks(rows, columns);
-  const size_t size = codes.acc_size(), partial = (chunks.count * columns * size + 63) / 64 * 64;
+void direct_backward(const DirectNorm& norm, const void* grad_output, const void* input, const void* weight,
+                     void* grad_input, void* grad_weight, void* grad_bias) {
+  const Chunks chunks(norm.rows, norm.columns);
+  const size_t size = acc_size(norm.dtype), partial = (chunks.count * norm.columns * size + 63) / 64 * 64;
   Scratch scratch;
-  scratch.reserve(2 * (rows * size + 64) + 3 * (columns * size + 64) + 2 * partial);
-  LayerNormForward forward{};
-  forward.dtype = codes.dtype;
-  forward.centred = codes.centred;
-  forward.columns = columns;
-  forward.input = input;
-  forward.input_stride = columns;
-  forward.eps = eps;
-  forward.mean = scratch.take(rows * size);
-  forward.rstd = scratch.take(rows * size);
-  run_forward(forward, rows);
+  scratch.reserve(2 * (norm.rows * size + 64) + 3 * (norm.columns * size + 64) + 2 * partial);
+  LayerNormForward statistics{};
+  statistics.dtype = norm.dtype;
+  statistics.centred = norm.centred;
+  statistics.columns = norm.columns;
+  statistics.input = input;
+  statistics.input_stride = norm.columns;
+  statistics.eps = norm.eps;
+  statistics.mean = scratch.take(norm.rows * size);
+  statistics.rstd = scratch.take(norm.rows * size);
+  run_forward(statistics, norm.rows);
 
   LayerNormBackward args{};
-  args.dtype = codes.dtype;
-  args.centred = codes.centred;
-  args.rows = rows;
-  args.columns = columns;
+  args.dtype = norm.dtype;
+  args.centred = norm.centred;
+  args.rows = norm.rows;
+  args.columns = norm.columns;
   args.grad_output = grad_output;
-  args.grad_output_stride = columns;
+  args.grad_output_stride = norm.columns;
   args.input = input;
-  args.input_stride = columns;
-  args.mean = forward.mean;
-  args.rstd = forward.rstd;
-  args.weight = widened(codes, codes.weight, columns, weight, scratch);
+  args.input_stride = norm.columns;
+  args.mean = statistics.mean;
+  args.rstd = statistics.rstd;
+  args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.grad_residual = grad_input;
   args.rows_per_chunk = chunks.rows_per_chunk;
   const auto sums = [&](void* grad, Dtype dtype) -> std::pair<void*, void*> {  // partial sums, and where they are added
     if (!grad) return {nullptr, nullptr};
-    void* total = codes.is_acc(dtype) ? grad : scratch.take(columns * size);
+    void* total = is_acc(dtype, norm.dtype) ? grad : scratch.take(norm.columns * size);
     return {chunks.count == 1 ? total : scratch.take(partial), total};
   };
-  const auto [weight_partial, weight_total] = sums(grad_weight, codes.weight);
-  const auto [bias_partial, bias_total] = sums(grad_bias, codes.bias);
+  const auto [weight_partial, weight_total] = sums(grad_weight, norm.weight_dtype);
+  const auto [bias_partial, bias_total] = sums(grad_bias, norm.bias_dtype);
   args.grad_weight_partial = weight_partial;
   args.grad_bias_partial = bias_partial;
   run_backward(args, chunks, weight_total, bias_total);
   const auto narrow = layer_norm_kernels().narrow;
-  if (weight_total != grad_weight) narrow(codes.dtype, codes.weight, columns, weight_total, grad_weight);
-  if (bias_total != grad_bias) narrow(codes.dtype, codes.bias, columns, bias_total, grad_bias);
+  if (weight_total != grad_weight) narrow(norm.dtype, norm.weight_dtype, norm.columns, weight_total, grad_weight);
+  if (bias_total != grad_bias) narrow(norm.dtype, norm.bias_dtype, norm.columns, bias_total, grad_bias);
 }
+
+}  // namespace seqkern

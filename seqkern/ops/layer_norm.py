@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqkern import reference
+from seqkern import _library, reference
 from seqkern._library import backend_for, kernel
 from seqkern.ops import _direct
 from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
 from seqkern.reference.dropout import dropout
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def layer_norm(
@@ -53,9 +55,10 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
         True
     """
-    output = _direct.layer_norm(input, normalized_shape, weight, bias, eps, True)
-    if output is not None:
-        return output
+    if not _is_compiling() and _library._backend in ("auto", "cpu"):
+        output = _direct.layer_norm(input, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
+        if output is not None:
+            return output
     return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
 
 
@@ -89,9 +92,10 @@ def rms_norm(
     """
     if eps is None:
         eps = _default_eps(input)
-    output = _direct.layer_norm(input, normalized_shape, weight, None, eps, False)
-    if output is not None:
-        return output
+    if not _is_compiling() and _library._backend in ("auto", "cpu"):
+        output = _direct.layer_norm(input, normalized_shape, weight, None, eps, False, _direct.LARGEST)
+        if output is not None:
+            return output
     return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
 
 
