@@ -26,17 +26,17 @@ def theirs(op, columns, dropout_p=0.0):
         total = (F.dropout(x, dropout_p) if dropout_p else x) + r
         if op == "add_layer_norm":
             return F.layer_norm(total, (columns,), *parameters), total
-        return F.rms_norm(total, (columns,), *parameters, 1e-5), total
+        return F.rms_norm(total, (columns,), parameters[0], 1e-5), total
 
     return add_norm
 
 
 def ours(op, columns, dropout_p=0.0):
-    function = getattr(seqkern, op)
     if op == "rms_norm":
-        return lambda x, w: function(x, (columns,), w, 1e-5)
+        return lambda x, w: seqkern.rms_norm(x, (columns,), w, 1e-5)
     if op == "layer_norm":
-        return lambda x, w, b: function(x, (columns,), w, b)
+        return lambda x, w, b: seqkern.layer_norm(x, (columns,), w, b)
+    function = getattr(seqkern, op)
     return lambda x, r, *parameters: function(x, r, (columns,), *parameters, eps=1e-5, dropout_p=dropout_p)
 
 

@@ -97,6 +97,21 @@ def verification_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Layer norm where the mean outgrows the spread: seqkern's relative L2 error, then torch's."""
+    names = list(rows[0]["errors"])
+    table = Table("mean", "std", *names, title="Layer norm in float32, relative error (L2): seqkern's, torch's")
+    for row in rows:
+        ours = "green" if row["passed"] else "red"
+        cells = (
+            f"[{ours}]{a:.1e}[/], " + (f"[red]{b:.1e}[/]" if b > 1e-5 else f"{b:.1e}")
+            for a, b in row["errors"].values()
+        )
+        table.add_row(f"{row['mean']:g}", f"{row['std']:g}", *cells)
+    table.caption = "red: more than half of float32's digits lost"
+    return table
+
+
 def cost_table(result: dict[str, Any], direction: str) -> Table:
     points = [p for p in result["points"] if p["direction"] == direction]
     names = list(dict.fromkeys(p["implementation"] for p in points))

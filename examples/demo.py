@@ -27,6 +27,7 @@ from examples.console import (
     kernels_table,
     machine_table,
     sample_panel,
+    sweep_table,
     training_table,
     verification_table,
 )
@@ -58,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
 
     verified = verification.run_with_progress()
-    console.print(verification_table(verified))
+    sweep = verification.mean_sweep()
+    console.print(verification_table(verified), sweep_table(sweep))
 
     longest = QUICK_LONGEST if options.quick else options.longest
     cost = quadratic_cost.run_with_progress(longest, 2.0 if options.quick else COST_SHARE * options.budget)
@@ -73,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         trained.append(training.run_with_progress(model, corpus, chosen, sample_length=40 if options.quick else 400))
     console.print(training_table(trained), *(sample_panel(result) for result in trained))
 
-    checks = all_checks(verified, cost, trained)
+    checks = all_checks(verified, sweep, cost, trained)
     took = time.perf_counter() - begin
     page = report.write(
         {
@@ -84,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
             "machine": machine,
             "kernels": kernels,
             "verification": verified,
+            "mean_sweep": sweep,
             "cost": cost,
             "text": {
                 "source": corpus.source,
@@ -117,7 +120,7 @@ def processor_share(duration: float = 0.3) -> float:
 
 
 def all_checks(
-    verified: list[dict[str, Any]], cost: dict[str, Any], trained: list[dict[str, Any]]
+    verified: list[dict[str, Any]], sweep: list[dict[str, Any]], cost: dict[str, Any], trained: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Everything that decides the exit status."""
     failed = sum(not row["passed"] for row in verified)
@@ -128,6 +131,14 @@ def all_checks(
             "passed": failed == 0,
         }
     ]
+    worst = max(error for row in sweep for error, _ in row["errors"].values())
+    checks.append(
+        {
+            "name": f"layer norm: relative error under {verification.SWEEP_LIMIT:.0e} at every mean and spread",
+            "found": f"{worst:.1e}",
+            "passed": all(row["passed"] for row in sweep),
+        }
+    )
     if memory := cost["memory_check"]:
         checks.append(
             {

@@ -5,7 +5,7 @@ torch keeps no count of CPU memory, so the resident set of the process is the me
 - Every measurement has a process of its own, forked from one that has imported torch and done nothing else: no buffer
   that an earlier measurement left behind can hide what this one needs.
 - glibc is told to take every allocation over 64 kB from the kernel and to give it back at once when it is freed
-  (mallopt), and to give back what is free already (malloc_trim) before the measurement starts.
+  (mallopt), and to give back what is free already (malloc_trim) before the measurement starts; so is seqkern.
 - Linux keeps the peak itself (VmHWM in /proc/self/status) and resets it on request (/proc/self/clear_refs), so no peak
   is missed. Elsewhere a thread samples the resident set every millisecond.
 
@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+import seqkern
 
 ROOT = Path(__file__).parent.parent
 MEGABYTE = 1e6
@@ -70,7 +72,8 @@ def peaks_in_fresh_processes(tasks: Sequence[Task]) -> Iterator[int | None]:
 
 
 def return_free_memory() -> None:
-    """Makes glibc hand everything that is free back to the system, now and from now on. Elsewhere does nothing."""
+    """Makes seqkern, and glibc now and from now on, hand everything that is free back to the system."""
+    seqkern.release_memory()
     if LINUX:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):

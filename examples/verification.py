@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from examples.console import console, progress, verification_table
+from examples.console import console, progress, sweep_table, verification_table
 from seqkern import _library
-from seqkern.testing import CASES, verify
+from seqkern.testing import CASES, check_case, layer_norm_case, verify
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,6 +52,28 @@ def run() -> Iterator[dict[str, Any]]:
         }
 
 
+# Layer norm of float32 rows whose mean is large beside their spread.
+SWEEP_MEANS, SWEEP_STDS, SWEEP_COLUMNS, SWEEP_LIMIT = (0.0, 1e2, 1e3, 1e4), (1.0, 0.01), 1024, 3e-7
+
+
+def mean_sweep() -> list[dict[str, Any]]:
+    """Layer norm's relative L2 errors against float64, seqkern's and torch's, by mean and standard deviation."""
+    rows = []
+    for std in SWEEP_STDS:
+        for mean in SWEEP_MEANS:
+            case = layer_norm_case(64, SWEEP_COLUMNS, mean=mean, std=std)
+            reports = {report.name: report for report in check_case(case, torch.float32)}
+            rows.append(
+                {
+                    "mean": mean,
+                    "std": std,
+                    "errors": {name: [r.relative_l2, r.torch_relative_l2] for name, r in reports.items()},
+                    "passed": all(r.relative_l2 < SWEEP_LIMIT for r in reports.values()),
+                }
+            )
+    return rows
+
+
 def run_with_progress() -> list[dict[str, Any]]:
     rows = []
     with progress("verification", len(cases())) as advance:
@@ -63,5 +85,6 @@ def run_with_progress() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     rows = run_with_progress()
-    console.print(verification_table(rows))
-    raise SystemExit(0 if all(row["passed"] for row in rows) else 1)
+    sweep = mean_sweep()
+    console.print(verification_table(rows), sweep_table(sweep))
+    raise SystemExit(0 if all(row["passed"] for row in rows + sweep) else 1)

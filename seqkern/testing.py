@@ -234,9 +234,9 @@ def add_layer_norm_case(
         return {"residual": _normal(g, rows, columns) + mean} | case.inputs(g)
 
     def ours(residual: Tensor, input: Tensor, **parameters: Tensor) -> Any:
-        function = seqkern.add_layer_norm if centred else seqkern.add_rms_norm
+        function: Any = seqkern.add_layer_norm if centred else seqkern.add_rms_norm
         options = {"dropout_p": dropout_p, "seed": seed.to(input.device)} if dropout_p else {}
-        return function(input, residual, shape, *parameters.values(), eps=eps, **options)  # type: ignore[arg-type]
+        return function(input, residual, shape, eps=eps, **parameters, **options)
 
     def composed(norm: Callable[..., Tensor]) -> Any:
         def function(residual: Tensor, input: Tensor, **parameters: Tensor) -> Any:

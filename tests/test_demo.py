@@ -246,9 +246,10 @@ def test_losses_that_drift_apart_fail_the_check(losses: list[float], held_out: f
 def test_a_failed_verification_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "DTYPES", (torch.float32,))
     rows = list(verification.run())
-    assert demo.all_checks(rows, {"memory_check": None}, [])[0]["passed"]
-    rows[0]["passed"] = False
-    assert not demo.all_checks(rows, {"memory_check": None}, [])[0]["passed"]
+    sweep = verification.mean_sweep()
+    assert all(check["passed"] for check in demo.all_checks(rows, sweep, {"memory_check": None}, []))
+    rows[0]["passed"] = sweep[-1]["passed"] = False
+    assert not any(check["passed"] for check in demo.all_checks(rows, sweep, {"memory_check": None}, []))
 
 
 def synthetic_results() -> dict[str, Any]:
@@ -268,6 +269,7 @@ def synthetic_results() -> dict[str, Any]:
         "created": "2030-01-01", "version": "0", "quick": False, "seconds": 1.0,
         "machine": [("processor", "any")], "kernels": [{"op": "attention", "kernel": "C++", "reason": "it is"}],
         "verification": [case | {"kernel": kernel} for kernel in ("C++ generic", "C++ avx2")],
+        "mean_sweep": [{"mean": 1e4, "std": 0.01, "errors": {"output": [1e-7, 3e-2]}, "passed": True}],
         "cost": quadratic_cost.analyse([*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)]),
         "text": {"source": "test", "train": 10, "held_out": 1,
                  "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},

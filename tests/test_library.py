@@ -73,6 +73,43 @@ def test_explain(op):
         assert "generic" in str(seqkern.explain(op))
 
 
+def test_large_results_keep_their_memory_for_one_another():
+    x = torch.randn(1100, 1024)  # 4.5 MB: three huge pages
+    seqkern.release_memory()
+    output = seqkern.layer_norm(x, (1024,))
+    address = output.data_ptr()
+    view = output[5:6]
+    del output
+    assert _library.waiting_memory() == 0  # the view still holds it
+    del view
+    assert _library.waiting_memory() == 6 << 20
+    again = seqkern.layer_norm(x, (1024,))
+    assert (again.data_ptr(), _library.waiting_memory()) == (address, 0)
+    another = seqkern.layer_norm(x, (1024,))
+    assert another.data_ptr() != address
+    assert torch.equal(again, another)
+    assert again.numpy().sum() == another.numpy().sum()
+    del again, another
+    seqkern.release_memory()
+    assert _library.waiting_memory() == 0
+
+
+def test_the_limit_on_waiting_memory():
+    x = torch.randn(2048, 1024)
+    try:
+        _library._set_cache_megabytes("12")
+        outputs = [seqkern.layer_norm(x, (1024,)) for _ in range(3)]
+        del outputs
+        assert _library.waiting_memory() == 8 << 20
+        _library._set_cache_megabytes("0")
+        del x
+        assert _library.waiting_memory() == 0
+    finally:
+        _library._set_cache_megabytes("512")
+    with pytest.raises(ValueError, match="SEQKERN_CACHE_MB must be a whole number of megabytes, got '-1'"):
+        _library._set_cache_megabytes("-1")
+
+
 def test_explain_takes_what_the_op_takes():
     with pytest.raises(TypeError, match="layer_norm: tensors must be float64.*got torch.int64"):
         seqkern.explain("layer_norm", torch.ones(4, 8, dtype=torch.int64))

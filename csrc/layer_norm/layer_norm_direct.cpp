@@ -1,9 +1,9 @@
 // The short way for small norms: a Python function that goes from tensors to the kernel without the dispatcher.
 //
-// A dispatched call takes several microseconds before the kernel starts; a norm of 8 x 64 takes half of one. Where nothing
-// can tell the difference, this function reads the tensors' addresses and calls the kernel. Where anything else is the
-// case (a subclass, another device or layout, a mode, a transform, a trace, a profiler) it returns None, and the caller
-// takes the long way, which also has the error messages. seqkern/ops/_direct.py has the Python half.
+// A dispatched call takes several microseconds before the kernel starts; a norm of 8 x 64 takes half of one. Where
+// nothing can tell the difference, this function reads the tensors' addresses and calls the kernel. Where anything else
+// is the case (a subclass, another device or layout, a mode, a transform, a trace, a profiler) it returns None, and the
+// caller takes the long way, which also has the error messages. seqkern/ops/_direct.py has the Python half.
 //
 // Tried and lost, whole calls of 8 x 64 beside torch's 3.3 us: the dispatcher, 25 us; the same checks in Python and the
 // kernel through ctypes, 6.6.
@@ -39,7 +39,7 @@ class Ref {
 struct Python {
   PyObject *none, *tensor, *parameter, *dtypes[4];
   PyObject *empty_like, *apply, *is_grad_enabled, *dispatch_keys;
-  PyObject* guards;      // a tuple of functions without arguments: any that returns something true forbids the short way
+  PyObject* guards;  // a tuple of functions without arguments: any that returns something true forbids the short way
   PyObject* forward_ad;  // the module: forward mode is at work when its _current_level is not negative
   PyObject *is_cpu, *dtype, *shape, *requires_grad, *is_contiguous, *is_neg, *data_ptr, *current_level;
 };
@@ -203,8 +203,9 @@ PyMethodDef kBackward = {"layer_norm_backward", backward, METH_FASTCALL, nullptr
 extern "C" __attribute__((visibility("default"))) PyObject* seqkern_direct_layer_norm(PyObject* objects) {
   using seqkern::py;
   Py_IncRef(objects);  // for ever
-  PyObject** targets[] = {&py.none,       &py.tensor, &py.parameter,       &py.dtypes[0],     &py.dtypes[1], &py.dtypes[2],
-                          &py.dtypes[3],  &py.empty_like, &py.apply, &py.is_grad_enabled, &py.dispatch_keys, &py.guards, &py.forward_ad};
+  PyObject** targets[] = {&py.none,          &py.tensor,    &py.parameter,  &py.dtypes[0], &py.dtypes[1],
+                          &py.dtypes[2],     &py.dtypes[3], &py.empty_like, &py.apply,     &py.is_grad_enabled,
+                          &py.dispatch_keys, &py.guards,    &py.forward_ad};
   Py_ssize_t i = 0;
   for (PyObject** target : targets) *target = PyTuple_GetItem(objects, i++);
   py.is_cpu = PyUnicode_InternFromString("is_cpu");

@@ -71,7 +71,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
         *,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.dropout = _probability("AddLayerNorm", dropout)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -110,7 +110,7 @@ class AddRMSNorm(torch.nn.RMSNorm):
         *,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.dropout = _probability("AddRMSNorm", dropout)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

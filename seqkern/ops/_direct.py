@@ -52,7 +52,7 @@ class _LayerNormDirect(torch.autograd.Function):
         if grads is None:
             from seqkern.ops.layer_norm import backward_of_input
 
-            grads = backward_of_input(grad_output, *ctx.saved_tensors, eps, centred, needs)
+            grads = backward_of_input(grad_output, ctx.saved_tensors, eps, centred, needs)
         return None, *grads, None, None
 
 

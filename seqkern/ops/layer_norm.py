@@ -156,6 +156,19 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and RMS norm in one pass: `add_layer_norm` with the norm of `rms_norm`.
 
+    Args:
+        input, residual: shape (..., *normalized_shape), of one dtype: float64, float32, bfloat16 or float16.
+        normalized_shape, weight, eps: as `rms_norm`.
+        dropout_p, training, seed: as `add_layer_norm`.
+
+    Returns:
+        (normalised, new_residual), contiguous, in the input's shape and dtype; under autocast too.
+
+    Raises:
+        As `add_layer_norm`.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; the mask: seqkern/reference/dropout.py.
+
     Example:
         >>> import torch, seqkern
         >>> x, sublayer = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -446,14 +459,13 @@ class _LayerNormBackward(torch.autograd.Function):
 
 def backward_of_input(
     grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    inputs: Sequence[Any],
     eps: float,
     centred: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a norm over the last dimension that kept its arguments alone; differentiable again."""
+    """The gradients of a norm over the last dimension that kept (input, weight, bias) alone; differentiable again."""
+    input, weight, bias = inputs
     flat = input.reshape(-1, input.shape[-1])
     with torch.no_grad():
         _, _, mean, rstd = kernel("layer_norm_fwd", input)(flat, None, None, None, None, eps, 0.0, centred)
