@@ -111,6 +111,9 @@ def release_memory() -> None:
     pages would cost an op that only streams most of its time. The environment variable SEQKERN_CACHE_MB sets another
     limit, 0 for none.
 
+    Raises:
+        Nothing.
+
     Example:
         >>> import seqkern
         >>> seqkern.release_memory()

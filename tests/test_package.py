@@ -88,7 +88,8 @@ def test_binary_keeps_to_the_stable_abi():
 
 def test_needs_no_more_than_torch_and_the_system():
     needed = re.findall(r"NEEDED\s+(\S+)", call("objdump", "-p", EXTENSION))
-    assert set(needed) <= {"libtorch_cpu.so", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
+    needed = {name for name in needed if not name.startswith("ld-linux")}  # thread-local storage; part of glibc
+    assert needed <= {"libtorch_cpu.so", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
 
 
 @pytest.fixture(scope="module")
