@@ -55,6 +55,15 @@ def unit_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
 
 
+def dropout_scalars(probability: float) -> tuple[float, int]:
+    """(scale, threshold) of dropout: what is kept is multiplied by 1 / (1 - p), and kept where a word >= threshold.
+
+    The threshold, min(floor(p 2^32), 2^32 - 1), is written as the int32 of the same bits: one type for every p.
+    """
+    threshold = min(int(probability * 2**32), 2**32 - 1)
+    return 0.0 if probability == 1 else 1 / (1 - probability), (threshold + 2**31) % 2**32 - 2**31
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use; off the GPU, the smallest of the GPUs that we compile for."""
     if device.type == "cuda":
@@ -82,6 +91,32 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 def scalar(value, ACC: tl.constexpr):
     """A float argument in the accumulator's dtype. Kernels declare it float64, so that fp64 inputs keep every bit."""
     return (tl.full((), 1.0, tl.float64) * value).to(ACC)
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """The value in DTYPE, to nearest even. The interpreter cuts bf16 off: there, and only there, by hand."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = tl.where(value == value, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        value = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def keep_mask(seed, row, first, threshold, COLUMNS: tl.constexpr):
+    """Which elements dropout keeps, (rows, COLUMNS): int64 rows, and columns from `first`, a multiple of 4.
+
+    Philox4x32 (Salmon et al. 2011) of 7 rounds, its key the int64 `seed`: the number of element (row, column)
+    is word column % 4 of counter (column // 4, row, row >> 32, 0), so a counter is computed once for four columns.
+    It depends on nothing else: the same bits on every backend and with every tile.
+    """
+    group = (first // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)[None, :]
+    low = row.to(tl.uint32)[:, None]
+    high = (row >> 32).to(tl.uint32)[:, None]
+    word_0, word_1, word_2, word_3 = tl.philox(seed, group, low, high, 0, n_rounds=7)
+    words = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))  # (rows, groups, 2, 2): the words in order
+    return tl.reshape(words, [row.shape[0], COLUMNS]) >= threshold.to(tl.uint32)
 
 
 @triton.jit

@@ -1,42 +1,97 @@
-"""Layer norm, forward and backward, in Triton.
+"""Layer norm and RMS norm, with the residual sum and dropout before them, forward and backward, in Triton.
 
-The idea. A row is read once and kept in registers: mean, variance and output come from the same copy (rows of up to
-8192 columns; longer rows are walked in blocks, three times forward and twice backward, from the cache). The backward
-pass keeps one accumulator tile for the weight and one for the bias in registers while a fixed set of programs walks
-all rows, writes one partial row a program, and a second kernel adds the partials in a fixed order: no atomics, so
-the result is the same bits every run.
+The idea. A row is read once and kept in registers: sum, mean, variance and output come from the same copy (rows of up
+to 8192 columns; longer rows are walked in blocks, twice forward and twice backward, the second time from the cache).
+The backward pass keeps one accumulator tile for the weight and one for the bias in registers while a fixed set of
+programs walks all rows, writes one partial row a program, and a second kernel adds the partials in a fixed order: no
+atomics, so the result is the same bits every run. Dropout's mask is never stored: both passes draw it from a counter.
 
 The equations (Ba, Kiros & Hinton 2016, eq. 4; eps under the root as in torch), over the N columns of a row:
 
-    mean = sum(x) / N      var = sum((x - mean)^2) / N      rstd = 1 / sqrt(var + eps)      xhat = (x - mean) rstd
+    s = x, or with a residual r: s = round(drop(x) + r)             drop(x) = x / (1 - p) where kept, else 0
+    mean = sum(s) / N      var = sum((s - mean)^2) / N      rstd = 1 / sqrt(var + eps)      xhat = (s - mean) rstd
     y = xhat weight + bias
-    g = dy weight          dx = rstd (g - sum(g) / N - xhat sum(g xhat) / N)
+    g = dy weight          ds = rstd (g - sum(g) / N - xhat sum(g xhat) / N) + what arrived at s itself
+    dr = ds                dx = drop(ds), with the same mask
     dweight = sum over rows of dy xhat         dbias = sum over rows of dy
 
-The mean is rounded, and with |mean| / std = 1e4 half a unit of it is 3e-4 of a std, in every element of the row. So
-the centred values are centred once more: d = x - mean is exact there (Sterbenz), and shift = sum(d) / N is what the
-rounding took away. The stored mean is rounded as well, so the backward pass finds its own shift in the same way.
+RMS norm (Zhang & Sennrich 2019) is the same with mean = 0, and without the sum(g) that comes from it.
 
-What was tried, judged by the compiler's register report (no GPU speed has been measured yet):
-- rows of 8192 floats in one pass: 60 registers forward and 121 to 127 backward with 16 warps, just under the 128 that
-  such a program may use. Backward, 288 bytes spill when elements are loaded one by one and 32 with fp64: those walk
-  in blocks from half that length on;
-- var = sum(d^2) / N - shift^2 in one pass too: needs a guard against a negative result for constant rows. Where d
-  is in registers it is centred once more instead.
+The mean is rounded, and with |mean| / std = 1e4 half a unit of it is 3e-4 of a std, in every element of the row. So
+the centred values are centred once more: d = s - mean is exact there (Sterbenz), and shift = sum(d) / N is what the
+rounding took away. The stored mean is rounded as well, so the backward pass finds its own shift in the same way. Long
+rows are centred on the mean of their first block, and var = sum(d^2) / N - shift^2: what cancels there is at most
+N / BLOCK_N times the variance, when that block is far from the others.
+
+The tile does not follow N to the next power of two: a row is CHUNKS equal blocks, a tuple of tiles, 3 of a quarter of
+that power or 5 or 7 of an eighth where one block would leave more than 15 % of the lanes empty (768, 1536, 2560, 5120:
+nothing is empty). The tiles are added up element by element first, so a row still takes one reduction a sum.
+
+What was tried, judged by the compiler's register report for sm_90 (no GPU speed has been measured yet), backward:
+- 8192 in one block of 16 warps: 120 to 128 registers, the most that such a program may use, and 24 bytes spill with
+  bf16 and dropout; in four chunks of 2048, 48 bytes on sm_120 with fp32 and dropout. Four chunks and 8 warps: 216 to
+  254 of 255 on all four architectures, and no spill;
+- 5120 as 5 chunks of 1024: 8 warps take 128 registers (172 with dropout) with 16-byte loads of fp32, 16 warps 86
+  (113) with loads of 8 bytes. One block of 8192 would be three eighths empty;
+- when elements are loaded one by one, and with fp64, rows beyond half the longest spill (36 to 288 bytes at 8189, 32
+  at 4096 doubles): they walk in blocks from there;
+- 768 as 3 chunks of 256: tiles of 4 rows take about 128 registers, but on sm_80 ptxas aims at 64 for one of them and
+  spills 8 bytes; 8 rows take 128 to 221 on all four architectures, with 16-byte loads of bf16 and a row to a warp;
+- the weight as a vector of its own layout: 3 barriers a chunk to exchange it (24 against 12 in all, forward, 768
+  columns). It is read through tile-shaped pointers instead, from the cache.
 """
+
+import itertools
 
 import torch
 import triton
 import triton.language as tl
 
-from ._common import TRITON_DTYPE, Launch, accumulator, aligned, multiprocessors, run, scalar, unit_last
+from ._common import (
+    TRITON_DTYPE,
+    Launch,
+    accumulator,
+    aligned,
+    dropout_scalars,
+    keep_mask,
+    multiprocessors,
+    rounded,
+    run,
+    scalar,
+    unit_last,
+)
+
+
+@triton.jit
+def _columns(first, N, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
+    """BLOCK_N columns from `first`, and (1, BLOCK_N): which of them exist. EDGE False promises that all do."""
+    column = first + tl.arange(0, BLOCK_N)
+    if EDGE:
+        inside = (column < N)[None, :]
+    else:
+        inside = tl.full([1, BLOCK_N], True, tl.int1)
+    return column, inside
+
+
+@triton.jit
+def _load(pointer, row, stride, column, live, ACC: tl.constexpr):
+    """A tile of a matrix in the accumulator's dtype, zero where not live."""
+    return tl.load(pointer + row[:, None] * stride + column[None, :], mask=live, other=0.0).to(ACC)
+
+
+@triton.jit
+def _store(pointer, row, N, column, live, tile):
+    """Rounds a tile into a contiguous matrix of N columns."""
+    at = pointer + row[:, None] * N + column[None, :]
+    tl.store(at, rounded(tile, pointer.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def _affine(x, pointer, column, N, MULTIPLY: tl.constexpr):
     """x times (or plus) the vector at `pointer`, which may be None; x is (rows, columns)."""
     if pointer is not None:
-        vector = tl.load(pointer + column, mask=column < N, other=0.0).to(x.dtype)[None, :]
+        at = tl.broadcast_to(pointer + column[None, :], x.shape)  # in the tile's own layout: nothing is exchanged
+        vector = tl.load(at, mask=(column < N)[None, :], other=0.0).to(x.dtype)
         if MULTIPLY:
             x = x * vector
         else:
@@ -44,201 +99,331 @@ def _affine(x, pointer, column, N, MULTIPLY: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["M", "N", "stride"])
+@triton.jit
+def _summed(input_ptr, residual_ptr, row, strides, first, column, live, seed, threshold, scale):
+    """s, what is normalised: input, or the rounded sum of the dropped-out input and the residual; zero where not live.
+
+    The select stands between the product and the sum, so that they cannot become one multiply-add: two roundings.
+    """
+    s = _load(input_ptr, row, strides[0], column, live, scale.dtype)
+    if residual_ptr is not None:
+        if seed is not None:
+            s = tl.where(keep_mask(seed, row, first, threshold, column.shape[0]), s * scale, 0.0)
+        s += _load(residual_ptr, row, strides[1], column, live, scale.dtype)
+        s = rounded(s, input_ptr.dtype.element_ty).to(scale.dtype)
+    return s
+
+
+@triton.jit(do_not_specialize=["stride", "residual_stride", "M", "N", "threshold"])
 def _forward_kernel(
     input_ptr,
+    residual_ptr,
     weight_ptr,
     bias_ptr,
+    seed_ptr,
     output_ptr,
+    sum_ptr,
     mean_ptr,
     rstd_ptr,
     stride,
+    residual_stride,
     M,
     N,
+    threshold,
+    scale: tl.float64,
     eps: tl.float64,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """BLOCK_M whole rows a program."""
-    stride = aligned(stride, ALIGNED)
+    """BLOCK_M whole rows a program, each in CHUNKS tiles of BLOCK_N columns."""
+    strides = (aligned(stride, ALIGNED), aligned(residual_stride, ALIGNED))
     N = aligned(N, ALIGNED)
+    scale = scalar(scale, ACC)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_N)
-    inside = (column < N)[None, :]
-    live = inside & (row < M)[:, None]
-    x = tl.load(input_ptr + row[:, None] * stride + column[None, :], mask=live, other=0.0).to(ACC)
-    mean = tl.sum(x, 1) / N
-    d = tl.where(inside, x - mean[:, None], 0.0)
-    shift = tl.sum(d, 1) / N
-    d = tl.where(inside, d - shift[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(d * d, 1) / N + scalar(eps, ACC))
-    y = _affine(d * rstd[:, None], weight_ptr, column, N, True)
-    y = _affine(y, bias_ptr, column, N, False)
-    tl.store(output_ptr + row[:, None] * N + column[None, :], y.to(output_ptr.dtype.element_ty), mask=live)
-    tl.store(mean_ptr + row, mean + shift, mask=row < M)
+    d = ()  # s, then centred
+    total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for i in tl.static_range(CHUNKS):
+        first = i * BLOCK_N
+        column, inside = _columns(first, N, BLOCK_N, i == CHUNKS - 1)
+        live = inside & (row < M)[:, None]
+        d += (_summed(input_ptr, residual_ptr, row, strides, first, column, live, seed, threshold, scale),)
+        if residual_ptr is not None:
+            _store(sum_ptr, row, N, column, live, d[i])
+        total += d[i]
+    if mean_ptr is not None:
+        mean = tl.zeros([BLOCK_M], ACC)
+        for _ in tl.static_range(2):  # the mean, and then what its rounding took away
+            shift = tl.sum(total, 1) / N
+            mean += shift
+            s = d
+            d = ()
+            total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+            for i in tl.static_range(CHUNKS):
+                column, inside = _columns(i * BLOCK_N, N, BLOCK_N, i == CHUNKS - 1)
+                d += (tl.where(inside, s[i] - shift[:, None], 0.0),)
+                total += d[i]
+        tl.store(mean_ptr + row, mean, mask=row < M)
+    square = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for i in tl.static_range(CHUNKS):
+        square += d[i] * d[i]
+    rstd = 1.0 / tl.sqrt(tl.sum(square, 1) / N + scalar(eps, ACC))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
+    for i in tl.static_range(CHUNKS):
+        column, inside = _columns(i * BLOCK_N, N, BLOCK_N, i == CHUNKS - 1)
+        y = _affine(d[i] * rstd[:, None], weight_ptr, column, N, True)
+        y = _affine(y, bias_ptr, column, N, False)
+        _store(output_ptr, row, N, column, inside & (row < M)[:, None], y)
 
 
-@triton.jit(do_not_specialize=["M", "N", "stride"])
+@triton.jit(do_not_specialize=["stride", "residual_stride", "M", "N", "threshold"])
 def _forward_long_kernel(
     input_ptr,
+    residual_ptr,
     weight_ptr,
     bias_ptr,
+    seed_ptr,
     output_ptr,
+    sum_ptr,
     mean_ptr,
     rstd_ptr,
     stride,
+    residual_stride,
     M,
     N,
+    threshold,
+    scale: tl.float64,
     eps: tl.float64,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One row a program, in blocks of BLOCK_N columns."""
+    """One row a program, in blocks of BLOCK_N columns; N > BLOCK_N."""
+    strides = (aligned(stride, ALIGNED), aligned(residual_stride, ALIGNED))
     N = aligned(N, ALIGNED)
-    row = tl.program_id(0).to(tl.int64)
-    input_ptr += row * aligned(stride, ALIGNED)
-    output_ptr += row * N
-    block = tl.arange(0, BLOCK_N)
-
-    total = tl.zeros([BLOCK_N], ACC)
+    scale = scalar(scale, ACC)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    pivot = tl.zeros([1], ACC)
+    if mean_ptr is not None:
+        column, live = _columns(0, N, BLOCK_N, False)
+        s = _summed(input_ptr, residual_ptr, row, strides, 0, column, live, seed, threshold, scale)
+        pivot = tl.sum(s, 1) / BLOCK_N
+    total = tl.zeros([1, BLOCK_N], ACC)
+    square = tl.zeros([1, BLOCK_N], ACC)
     for first in range(0, N, BLOCK_N):
-        column = first + block
-        total += tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
-    mean = tl.sum(total, 0) / N
-
-    total = tl.zeros([BLOCK_N], ACC)
-    square = tl.zeros([BLOCK_N], ACC)
-    for first in range(0, N, BLOCK_N):
-        column = first + block
-        x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
-        d = tl.where(column < N, x - mean, 0.0)
+        column, live = _columns(first, N, BLOCK_N, True)
+        s = _summed(input_ptr, residual_ptr, row, strides, first, column, live, seed, threshold, scale)
+        if residual_ptr is not None:
+            _store(sum_ptr, row, N, column, live, s)
+        d = tl.where(live, s - pivot[:, None], 0.0)
         total += d
         square += d * d
-    shift = tl.sum(total, 0) / N
-    variance = tl.maximum(tl.sum(square, 0) / N - shift * shift, 0.0)
+    shift = tl.zeros([1], ACC)
+    variance = tl.sum(square, 1) / N
+    if mean_ptr is not None:
+        shift = tl.sum(total, 1) / N
+        variance = tl.maximum(variance - shift * shift, 0.0)
+        tl.store(mean_ptr + row, pivot + shift)
     rstd = 1.0 / tl.sqrt(variance + scalar(eps, ACC))
-
-    for first in range(0, N, BLOCK_N):
-        column = first + block
-        x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
-        y = ((x - mean - shift) * rstd)[None, :]
-        y = _affine(y, weight_ptr, column, N, True)
-        y = _affine(y, bias_ptr, column, N, False)
-        tl.store(output_ptr + column[None, :], y.to(output_ptr.dtype.element_ty), mask=(column < N)[None, :])
-    tl.store(mean_ptr + row, mean + shift)
     tl.store(rstd_ptr + row, rstd)
 
+    if residual_ptr is not None:
+        tl.debug_barrier()  # the sum is read back, by other threads than wrote it
+    for first in range(0, N, BLOCK_N):
+        column, live = _columns(first, N, BLOCK_N, True)
+        if residual_ptr is not None:
+            s = _load(sum_ptr, row, N, column, live, ACC)
+        else:
+            s = _load(input_ptr, row, strides[0], column, live, ACC)
+        y = (s - pivot[:, None] - shift[:, None]) * rstd[:, None]
+        y = _affine(y, weight_ptr, column, N, True)
+        y = _affine(y, bias_ptr, column, N, False)
+        _store(output_ptr, row, N, column, live, y)
 
-@triton.jit(do_not_specialize=["M", "N", "grad_stride", "stride"])
+
+@triton.jit
+def _gradients(
+    dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr, row, sum_stride, N, first, column, live, seed, threshold, scale
+):
+    """Adds the gradient that arrived at the sum, and hands the total to the residual and through the dropout."""
+    if grad_sum_ptr is not None:
+        dx += _load(grad_sum_ptr, row, sum_stride, column, live, dx.dtype)
+    _store(grad_residual_ptr, row, N, column, live, dx)
+    if seed is not None:
+        dx = tl.where(keep_mask(seed, row, first, threshold, column.shape[0]), dx * scale, 0.0)
+        _store(grad_input_ptr, row, N, column, live, dx)
+
+
+@triton.jit(do_not_specialize=["grad_stride", "sum_stride", "stride", "M", "N", "threshold"])
 def _backward_kernel(
     grad_output_ptr,
+    grad_sum_ptr,
     input_ptr,
     mean_ptr,
     rstd_ptr,
     weight_ptr,
+    seed_ptr,
+    grad_residual_ptr,
     grad_input_ptr,
     partial_weight_ptr,
     partial_bias_ptr,
     grad_stride,
+    sum_stride,
     stride,
     M,
     N,
+    threshold,
+    scale: tl.float64,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Every num_programs-th tile of BLOCK_M whole rows; row program_id of the partial sums."""
+    """Every num_programs-th group of BLOCK_M whole rows; row program_id of the partial sums."""
     grad_stride = aligned(grad_stride, ALIGNED)
+    sum_stride = aligned(sum_stride, ALIGNED)
     stride = aligned(stride, ALIGNED)
     N = aligned(N, ALIGNED)
-    column = tl.arange(0, BLOCK_N)
-    inside = (column < N)[None, :]
-    grad_weight = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    scale = scalar(scale, ACC)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
+    grad_weight = ()
+    grad_bias = ()
+    for _ in tl.static_range(CHUNKS):
+        grad_weight += (tl.zeros([BLOCK_M, BLOCK_N], ACC),)
+        grad_bias += (tl.zeros([BLOCK_M, BLOCK_N], ACC),)
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        live = inside & (row < M)[:, None]
-        x = tl.load(input_ptr + row[:, None] * stride + column[None, :], mask=live, other=0.0).to(ACC)
-        dy = tl.load(grad_output_ptr + row[:, None] * grad_stride + column[None, :], mask=live, other=0.0).to(ACC)
-        mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
-        d = tl.where(inside, x - mean[:, None], 0.0)
-        shift = tl.sum(d, 1) / N
-        xhat = tl.where(inside, (d - shift[:, None]) * rstd[:, None], 0.0)
+        xhat = ()  # x, then centred, then xhat
+        g = ()  # dy, then g
+        total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        for i in tl.static_range(CHUNKS):
+            column, inside = _columns(i * BLOCK_N, N, BLOCK_N, i == CHUNKS - 1)
+            live = inside & (row < M)[:, None]
+            x = _load(input_ptr, row, stride, column, live, ACC)
+            if mean_ptr is not None:
+                mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+                x = tl.where(inside, x - mean[:, None], 0.0)
+                total += x
+            xhat += (x,)
+            g += (_load(grad_output_ptr, row, grad_stride, column, live, ACC),)
+        shift = tl.sum(total, 1) / N
+        d = xhat
+        dy = g
+        dw = grad_weight
+        db = grad_bias
+        xhat = ()
+        g = ()
+        grad_weight = ()
+        grad_bias = ()
+        sum_g = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        sum_gx = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        for i in tl.static_range(CHUNKS):
+            column, inside = _columns(i * BLOCK_N, N, BLOCK_N, i == CHUNKS - 1)
+            if mean_ptr is not None:
+                xhat += (tl.where(inside, (d[i] - shift[:, None]) * rstd[:, None], 0.0),)
+            else:
+                xhat += (d[i] * rstd[:, None],)
+            grad_weight += (dw[i] + dy[i] * xhat[i],)
+            grad_bias += (db[i] + dy[i],)
+            g += (_affine(dy[i], weight_ptr, column, N, True),)
+            sum_g += g[i]
+            sum_gx += g[i] * xhat[i]
+        along = tl.sum(sum_gx, 1) / N
+        mean_g = tl.zeros([BLOCK_M], ACC)
+        if mean_ptr is not None:
+            mean_g = tl.sum(sum_g, 1) / N
+        for i in tl.static_range(CHUNKS):
+            first = i * BLOCK_N
+            column, inside = _columns(first, N, BLOCK_N, i == CHUNKS - 1)
+            live = inside & (row < M)[:, None]
+            dx = (g[i] - mean_g[:, None] - xhat[i] * along[:, None]) * rstd[:, None]
+            _gradients(
+                dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr,
+                row, sum_stride, N, first, column, live, seed, threshold, scale,
+            )  # fmt: skip
+    for i in tl.static_range(CHUNKS):
+        column, inside = _columns(i * BLOCK_N, N, BLOCK_N, True)
+        at = tl.program_id(0).to(tl.int64) * N + column
         if partial_weight_ptr is not None:
-            grad_weight += dy * xhat
+            tl.store(partial_weight_ptr + at, tl.sum(grad_weight[i], 0), mask=column < N)
         if partial_bias_ptr is not None:
-            grad_bias += dy
-        g = _affine(dy, weight_ptr, column, N, True)
-        along = tl.sum(g * xhat, 1) / N
-        dx = (g - (tl.sum(g, 1) / N)[:, None] - xhat * along[:, None]) * rstd[:, None]
-        tl.store(grad_input_ptr + row[:, None] * N + column[None, :], dx.to(grad_input_ptr.dtype.element_ty), mask=live)
-    at = tl.program_id(0).to(tl.int64) * N + column
-    if partial_weight_ptr is not None:
-        tl.store(partial_weight_ptr + at, tl.sum(grad_weight, 0), mask=column < N)
-    if partial_bias_ptr is not None:
-        tl.store(partial_bias_ptr + at, tl.sum(grad_bias, 0), mask=column < N)
+            tl.store(partial_bias_ptr + at, tl.sum(grad_bias[i], 0), mask=column < N)
 
 
-@triton.jit(do_not_specialize=["M", "N", "grad_stride", "stride"])
+@triton.jit(do_not_specialize=["grad_stride", "sum_stride", "stride", "M", "N", "threshold"])
 def _backward_long_kernel(
     grad_output_ptr,
+    grad_sum_ptr,
     input_ptr,
     mean_ptr,
     rstd_ptr,
     weight_ptr,
+    seed_ptr,
+    grad_residual_ptr,
     grad_input_ptr,
     shift_ptr,
     grad_stride,
+    sum_stride,
     stride,
     M,
     N,
+    threshold,
+    scale: tl.float64,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """dx of one row a program; keeps the row's shift for the kernel below."""
+    grad_stride = aligned(grad_stride, ALIGNED)
+    sum_stride = aligned(sum_stride, ALIGNED)
+    stride = aligned(stride, ALIGNED)
     N = aligned(N, ALIGNED)
-    row = tl.program_id(0).to(tl.int64)
-    grad_output_ptr += row * aligned(grad_stride, ALIGNED)
-    input_ptr += row * aligned(stride, ALIGNED)
-    grad_input_ptr += row * N
-    block = tl.arange(0, BLOCK_N)
-    mean = tl.load(mean_ptr + row)
+    scale = scalar(scale, ACC)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     rstd = tl.load(rstd_ptr + row)
+    mean = tl.zeros([1], ACC)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
 
-    sum_d = tl.zeros([BLOCK_N], ACC)
+    sum_d = tl.zeros([1, BLOCK_N], ACC)
     sum_g = tl.zeros([1, BLOCK_N], ACC)
     sum_gd = tl.zeros([1, BLOCK_N], ACC)
     for first in range(0, N, BLOCK_N):
-        column = first + block
-        x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
-        dy = tl.load(grad_output_ptr + column, mask=column < N, other=0.0).to(ACC)
-        d = tl.where(column < N, x - mean, 0.0)
-        g = _affine(dy[None, :], weight_ptr, column, N, True)
+        column, live = _columns(first, N, BLOCK_N, True)
+        d = tl.where(live, _load(input_ptr, row, stride, column, live, ACC) - mean[:, None], 0.0)
+        g = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
+        g = _affine(g, weight_ptr, column, N, True)
         sum_d += d
         sum_g += g
-        sum_gd += g * d[None, :]
-    shift = tl.sum(sum_d, 0) / N
-    mean_g = tl.sum(tl.sum(sum_g, 1), 0) / N
-    along = (tl.sum(tl.sum(sum_gd, 1), 0) / N - shift * mean_g) * rstd  # sum(g xhat) / N
-    tl.store(shift_ptr + row, shift)
+        sum_gd += g * d
+    shift = tl.zeros([1], ACC)
+    mean_g = tl.zeros([1], ACC)
+    if mean_ptr is not None:
+        shift = tl.sum(sum_d, 1) / N
+        mean_g = tl.sum(sum_g, 1) / N
+        tl.store(shift_ptr + row, shift)
+    along = (tl.sum(sum_gd, 1) / N - shift * mean_g) * rstd  # sum(g xhat) / N
 
     for first in range(0, N, BLOCK_N):
-        column = first + block
-        x = tl.load(input_ptr + column, mask=column < N, other=0.0).to(ACC)
-        dy = tl.load(grad_output_ptr + column, mask=column < N, other=0.0).to(ACC)
-        xhat = ((x - mean - shift) * rstd)[None, :]
-        dx = (_affine(dy[None, :], weight_ptr, column, N, True) - mean_g - xhat * along) * rstd
-        tl.store(grad_input_ptr + column[None, :], dx.to(grad_input_ptr.dtype.element_ty), mask=(column < N)[None, :])
+        column, live = _columns(first, N, BLOCK_N, True)
+        xhat = (_load(input_ptr, row, stride, column, live, ACC) - mean[:, None] - shift[:, None]) * rstd[:, None]
+        g = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
+        g = _affine(g, weight_ptr, column, N, True)
+        dx = (g - mean_g[:, None] - xhat * along[:, None]) * rstd[:, None]
+        _gradients(
+            dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr,
+            row, sum_stride, N, first, column, live, seed, threshold, scale,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "N", "grad_stride", "stride"])
+@triton.jit(do_not_specialize=["grad_stride", "stride", "M", "N"])
 def _columns_kernel(
     grad_output_ptr,
     input_ptr,
@@ -260,19 +445,21 @@ def _columns_kernel(
     grad_stride = aligned(grad_stride, ALIGNED)
     stride = aligned(stride, ALIGNED)
     N = aligned(N, ALIGNED)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column, inside = _columns(tl.program_id(0) * BLOCK_N, N, BLOCK_N, True)
     grad_weight = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     for tile in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
         row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        live = (column < N)[None, :] & (row < M)[:, None]
-        dy = tl.load(grad_output_ptr + row[:, None] * grad_stride + column[None, :], mask=live, other=0.0).to(ACC)
+        live = inside & (row < M)[:, None]
+        dy = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
         if partial_weight_ptr is not None:
-            x = tl.load(input_ptr + row[:, None] * stride + column[None, :], mask=live, other=0.0).to(ACC)
-            mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
-            shift = tl.load(shift_ptr + row, mask=row < M, other=0.0)
+            x = _load(input_ptr, row, stride, column, live, ACC)
+            if mean_ptr is not None:
+                mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+                shift = tl.load(shift_ptr + row, mask=row < M, other=0.0)
+                x = x - mean[:, None] - shift[:, None]
             rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
-            grad_weight += dy * ((x - mean[:, None] - shift[:, None]) * rstd[:, None])
+            grad_weight += dy * (x * rstd[:, None])
         if partial_bias_ptr is not None:
             grad_bias += dy
     at = tl.program_id(1).to(tl.int64) * N + column
@@ -297,93 +484,130 @@ def _reduce_kernel(partial_ptr, grad_ptr, PARTS, N, BLOCK_M: tl.constexpr, BLOCK
 # ---- plans and launchers ------------------------------------------------------------------------------------------
 
 _TILE = 16 << 10  # bytes of accumulators in a tile: 16 floats a thread with 8 warps
-_LONGEST = 32 << 10  # the longest row that fits registers, in the same bytes: 8192 floats, with 16 warps
+_LONGEST = 32 << 10  # the longest row that fits registers, in the same bytes: 8192 floats, 32 a thread
+_NARROWEST = 64  # columns of a chunk: 128 bytes of bf16, a cache line
 _LONG_BLOCK = {"BLOCK_N": 4096}
+_LONG_BACKWARD_BLOCK = {"BLOCK_N": 2048}  # 4096: 20 bytes spill on sm_120 with fp32, RMS and dropout
 _COLUMNS_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}
 _REDUCE_BLOCK = {"BLOCK_M": 32, "BLOCK_N": 64}
 
 
-def _row_block(n: int, dtype: torch.dtype, longest: int) -> tuple[dict[str, int], int]:
-    """The tile of whole rows of n columns, and its warps; ({}, 0) for rows of more than `longest` bytes."""
+def _row_block(n: int, dtype: torch.dtype, longest: int, aligned: bool) -> tuple[dict[str, int], int]:
+    """The tile of whole rows of n columns, and its warps; ({}, 0) for rows of more than `longest` bytes.
+
+    A row is one block of the next power of two; or, where that leaves more than 15 % of the lanes empty, 3 blocks of a
+    quarter of it, else up to 7 of an eighth. The longest rows are always split: see above.
+    """
     size = accumulator(dtype).itemsize
-    block_n = max(16, triton.next_power_of_2(n))
-    if block_n * size > longest:
+    power = max(16, triton.next_power_of_2(n))
+    if power * size > longest:
         return {}, 0
-    block_m = min(64, max(1, _TILE // (block_n * size)))
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n}, 8 if block_n * size <= _TILE else 16
+    first = 1 if power * size <= _TILE else 4
+    blocks = [power // parts for parts in (first, 4, 8) if parts == first or power // parts >= _NARROWEST]
+    block_n = next((block for block in blocks if 0.85 * block * triton.cdiv(n, block) <= n), blocks[-1])
+    chunks = triton.cdiv(n, block_n)
+    tile = _TILE * 3 // 2 if aligned else _TILE  # 3 chunks of 8 elements a thread: 16-byte loads of bf16
+    fits = max(1, tile // (chunks * block_n * size))
+    block = {"BLOCK_M": min(64, 1 << fits.bit_length() - 1), "BLOCK_N": block_n, "CHUNKS": chunks}
+    return block, 8
 
 
-def _constants(*matrices: torch.Tensor) -> dict[str, object]:
+def _constants(*matrices: torch.Tensor | None) -> dict[str, object]:
     n = matrices[0].size(1)
     return {
         "ACC": TRITON_DTYPE[accumulator(matrices[0].dtype)],
-        "ALIGNED": n % 8 == 0 and all(matrix.stride(0) % 8 == 0 for matrix in matrices),
+        "ALIGNED": n % 8 == 0 and all(_stride(matrix) % 8 == 0 for matrix in matrices),
     }
 
 
-def _plan_forward(input, weight, bias, eps):
+def _stride(matrix: torch.Tensor | None) -> int:
+    return 0 if matrix is None else matrix.stride(0)
+
+
+def _plan_forward(input, residual, weight, bias, seed, eps, dropout_p, centred):
     m, n = input.shape
+    acc = accumulator(input.dtype)
     output = input.new_empty((m, n))
-    mean = input.new_empty((m,), dtype=accumulator(input.dtype))
-    rstd = torch.empty_like(mean)
-    arguments = (input, weight, bias, output, mean, rstd, input.stride(0), m, n, eps)
-    constants = _constants(input)
-    block, warps = _row_block(n, input.dtype, _LONGEST)
+    total = None if residual is None else input.new_empty((m, n))
+    mean = input.new_empty((m,), dtype=acc) if centred else None
+    rstd = input.new_empty((m,), dtype=acc)
+    scale, threshold = dropout_scalars(dropout_p)
+    tensors = (input, residual, weight, bias, seed, output, total, mean, rstd)
+    arguments = (*tensors, _stride(input), _stride(residual), m, n, threshold, scale, eps)
+    constants = _constants(input, residual)
+    block, warps = _row_block(n, input.dtype, _LONGEST, constants["ALIGNED"])
     if block:
         grid = (triton.cdiv(m, block["BLOCK_M"]),)
         launch = Launch("layer_norm_forward", _forward_kernel, grid, arguments, constants | block, warps)
     else:
         constants |= _LONG_BLOCK
         launch = Launch("layer_norm_forward_long", _forward_long_kernel, (m,), arguments, constants, 8)
-    return (output, mean, rstd), [launch]
+    results = (output, input.new_empty((0,)) if total is None else total, mean, rstd)
+    return tuple(input.new_empty((0,), dtype=acc) if each is None else each for each in results), [launch]
 
 
-def _plan_backward(grad_output, input, mean, rstd, weight, need_weight, need_bias, programs):
-    """`programs` bounds the rows of the partial sums: twice the multiprocessors."""
+def _plan_reduce(partial, grad):
+    grid = (triton.cdiv(partial.size(1), _REDUCE_BLOCK["BLOCK_N"]),)
+    return Launch("layer_norm_reduce", _reduce_kernel, grid, (partial, grad, *partial.shape), _REDUCE_BLOCK, 4)
+
+
+def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, need_weight, need_bias, programs):
+    """`mean` None: not centred. `programs` bounds the rows of the partial sums: twice the multiprocessors."""
     m, n = input.shape
     acc = accumulator(input.dtype)
-    grad_input = input.new_empty((m, n))
-    constants = _constants(input, grad_output)
+    grad_residual = input.new_empty((m, n))
+    grad_input = None if seed is None else input.new_empty((m, n))
+    scale, threshold = dropout_scalars(dropout_p)
+    constants = _constants(input, grad_output, grad_sum)
     # Four more tiles live here than in the forward kernel: single elements and doubles then spill half as far out.
     roomy = constants["ALIGNED"] and acc == torch.float32
-    block, warps = _row_block(n, input.dtype, _LONGEST if roomy else _LONGEST // 2)
+    block, warps = _row_block(n, input.dtype, _LONGEST if roomy else _LONGEST // 2, constants["ALIGNED"])
     tile = (block or _COLUMNS_BLOCK)["BLOCK_M"]
     parts = min(triton.cdiv(m, tile), programs)
     partials = [input.new_empty((parts, n), dtype=acc) if need else None for need in (need_weight, need_bias)]
-    strides = (grad_output.stride(0), input.stride(0), m, n)
+    inputs = (grad_output, grad_sum, input, mean, rstd, weight, seed, grad_residual, grad_input)
+    scalars = (_stride(grad_output), _stride(grad_sum), _stride(input), m, n, threshold, scale)
     if block:
-        arguments = (grad_output, input, mean, rstd, weight, grad_input, *partials, *strides)
+        arguments = (*inputs, *partials, *scalars)
         plan = [Launch("layer_norm_backward", _backward_kernel, (parts,), arguments, constants | block, warps)]
     else:
-        shift = torch.empty_like(mean)
-        arguments = (grad_output, input, mean, rstd, weight, grad_input, shift, *strides)
-        plan = [Launch("layer_norm_backward_long", _backward_long_kernel, (m,), arguments, constants | _LONG_BLOCK, 8)]
+        shift = None if mean is None else torch.empty_like(mean)
+        arguments = (*inputs, shift, *scalars)
+        plan = [
+            Launch(
+                "layer_norm_backward_long", _backward_long_kernel, (m,), arguments, constants | _LONG_BACKWARD_BLOCK, 8
+            )
+        ]
         if need_weight or need_bias:
             grid = (triton.cdiv(n, _COLUMNS_BLOCK["BLOCK_N"]), parts)
-            arguments = (grad_output, input, mean, rstd, shift, *partials, *strides)
+            arguments = (grad_output, input, mean, rstd, shift, *partials, _stride(grad_output), _stride(input), m, n)
             plan.append(Launch("layer_norm_columns", _columns_kernel, grid, arguments, constants | _COLUMNS_BLOCK, 8))
     grads = [input.new_empty((0 if partial is None else n,), dtype=acc) for partial in partials]
-    for grad, partial in zip(grads, partials, strict=True):
-        if partial is not None:
-            grid = (triton.cdiv(n, _REDUCE_BLOCK["BLOCK_N"]),)
-            plan.append(Launch("layer_norm_reduce", _reduce_kernel, grid, (partial, grad, parts, n), _REDUCE_BLOCK, 4))
-    return (grad_input, *grads), plan
+    plan += [_plan_reduce(each, grad) for each, grad in zip(partials, grads, strict=True) if each is not None]
+    return (grad_residual, input.new_empty((0,)) if grad_input is None else grad_input, *grads), plan
 
 
-def layer_norm_fwd(input, weight, bias, eps):
-    """The launcher behind `seqkern::layer_norm_fwd`: (output, mean, rstd)."""
-    weight, bias = (None if vector is None else unit_last(vector) for vector in (weight, bias))
-    results, plan = _plan_forward(unit_last(input), weight, bias, eps)
+def _readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else unit_last(tensor)
+
+
+def layer_norm_fwd(input, residual, weight, bias, seed, eps, dropout_p, centred):
+    """The launcher behind `seqkern::layer_norm_fwd`: (output, sum, mean, rstd), (0,) for what there is none of."""
+    tensors = (_readable(tensor) for tensor in (input, residual, weight, bias))
+    results, plan = _plan_forward(*tensors, seed, eps, dropout_p, centred)
     run(plan, input.device)
     return results
 
 
-def layer_norm_bwd(grad_output, input, mean, rstd, weight, need_weight, need_bias):
-    """The launcher behind `seqkern::layer_norm_bwd`: (grad_input, grad_weight, grad_bias), (0,) where not needed."""
+def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, centred, need_weight, need_bias):
+    """The launcher behind `seqkern::layer_norm_bwd`: (grad_residual, grad_input, grad_weight, grad_bias).
+
+    (0,) for what is not needed, and for grad_input where no dropout sets it apart from grad_residual.
+    """
     programs = 2 * multiprocessors(input.device)
-    weight = None if weight is None else unit_last(weight)
-    tensors = (unit_last(grad_output), unit_last(input), mean.contiguous(), rstd.contiguous(), weight)
-    results, plan = _plan_backward(*tensors, need_weight, need_bias, programs)
+    mean = mean.contiguous() if centred else None
+    tensors = (_readable(grad_output), _readable(grad_sum), _readable(input), mean, rstd.contiguous())
+    results, plan = _plan_backward(*tensors, _readable(weight), seed, dropout_p, need_weight, need_bias, programs)
     run(plan, input.device)
     return results
 
@@ -391,18 +615,35 @@ def layer_norm_bwd(grad_output, input, mean, rstd, weight, need_weight, need_bia
 def aot_configurations(limit, thorough):
     """The launches to compile ahead of time, as (name, launch); they do not depend on shared memory (`limit`).
 
-    thorough False: the common row lengths. True: every path, aligned and not, with and without weight and bias.
+    thorough False: the common row lengths. True: every path, aligned and not, and what loads the registers most.
     """
+    options = {  # residual, dropout, centred, weight and bias
+        "": (False, False, True, True),
+        "-add": (True, False, True, True),
+        "-dropout": (True, True, True, True),
+        "-rms": (False, False, False, True),
+        "-rms-dropout": (True, True, False, True),
+        "-plain": (False, False, True, False),
+    }
     floats = (torch.bfloat16, torch.float32)
-    cases = [(dtype, n, True) for dtype in floats for n in (1024, 4096, 8192, 16384)]
+    lengths, kinds = (768, 1024, 4096, 5120, 8192, 16384), list(options)[:5]
     if thorough:
-        lengths = [n - less for n in (16, 64, 1024, 2048, 4096, 8192, 16384) for less in (0, 3)]
-        dtypes = (*floats, torch.float16, torch.float64)
-        cases = [(dtype, n, affine) for dtype in dtypes for n in lengths for affine in (True, False)]
-    for dtype, n, affine in cases:
+        floats += (torch.float16, torch.float64)
+        lengths = [n - less for n in (16, 192, 1024, 2560, 4096, 6656, 8192, 16384) for less in (0, 3)]
+        kinds = ["", "-dropout", "-rms-dropout", "-plain"]
+    for dtype, n, kind in itertools.product(floats, lengths, kinds):
+        add, drop, centred, affine = options[kind]
         input = torch.empty((4096, n), dtype=dtype, device="meta")
+        residual = input if add else None
+        seed = torch.empty((), dtype=torch.int64, device="meta") if drop else None
         weight = input.new_empty((n,)) if affine else None
-        (_, mean, rstd), forward = _plan_forward(input, weight, weight, 1e-5)
-        _, backward = _plan_backward(input, input, mean, rstd, weight, affine, affine, 264)
-        for launch in (forward + backward)[: None if not affine else -1]:  # both reductions are the same launch
-            yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-N{n}{'' if affine else '-plain'}", launch
+        p = 0.1 if drop else 0.0
+        (_, _, mean, rstd), forward = _plan_forward(input, residual, weight, weight, seed, 1e-5, p, centred)
+        mean = mean if centred else None
+        _, backward = _plan_backward(input, residual, input, mean, rstd, weight, seed, p, affine, affine, 264)
+        for launch in forward + backward:
+            if launch.kernel is not _reduce_kernel:
+                yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-N{n}{kind}", launch
+    for dtype in (torch.float32, torch.float64):  # the second stage knows neither lengths nor options
+        partial = torch.empty((264, 4096), dtype=dtype, device="meta")
+        yield f"layer_norm_reduce-{str(dtype).removeprefix('torch.')}", _plan_reduce(partial, partial[0])

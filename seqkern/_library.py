@@ -107,9 +107,9 @@ def use_cpu_isa(name: str) -> Iterator[None]:
 def release_memory() -> None:
     """Gives memory that waits for the next large result back to the system.
 
-    CPU results of 4 MB and more keep their memory for one another when they are freed, at most 512 MB of it: fresh
+    CPU results of 1 MB and more keep their memory for one another when they are freed, at most 512 MB of it: fresh
     pages would cost an op that only streams most of its time. The environment variable SEQKERN_CACHE_MB sets another
-    limit, 0 for none.
+    limit, 0 for none: then results can be resized in place as well, which memory that is kept does not allow.
 
     Raises:
         Nothing.

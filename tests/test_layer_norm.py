@@ -48,19 +48,25 @@ def test_error_rule(rows, columns, centred, dtype, isa, way, passes):
 @pytest.mark.parametrize("centred", [True, False], ids=["add_layer_norm", "add_rms_norm"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (65, 3), (9, 63), (1, 65), (65, 257), (3, 1024)])
-def test_error_rule_with_residual(rows, columns, centred, dropout_p, dtype, isa, passes):
+def test_error_rule_with_residual(rows, columns, centred, dropout_p, dtype, isa, way, passes):
     passes(check_case(add_layer_norm_case(rows, columns, dropout_p=dropout_p, centred=centred), dtype))
 
 
 @pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [5, 64, 130])
-def test_both_ways_give_the_same_bits(columns, centred, dtype, isa, monkeypatch):
-    case = layer_norm_case(37, columns, centred=centred)
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "with residual"])
+def test_both_ways_give_the_same_bits(columns, centred, added, dtype, isa, monkeypatch):
+    if added:
+        case = add_layer_norm_case(37, columns, dropout_p=0.0, centred=centred)
+    else:
+        case = layer_norm_case(37, columns, centred=centred)
     inputs = {k: v.to(dtype).requires_grad_() for k, v in case.inputs(torch.Generator().manual_seed(0)).items()}
 
     def everything():
-        output = case.ours(**inputs)
-        return output.grad_fn.name(), [output, *torch.autograd.grad(output.sin().sum(), list(inputs.values()))]
+        outputs = case.ours(**inputs)
+        outputs = outputs if added else (outputs,)
+        loss = sum(output.sin().sum() for output in outputs)
+        return outputs[0].grad_fn.name(), [*outputs, *torch.autograd.grad(loss, list(inputs.values()))]
 
     name, direct = everything()
     monkeypatch.setattr(_direct, "LARGEST", 0)
@@ -225,6 +231,39 @@ def test_parameter_gradients_are_rounded_to_their_own_dtype(isa):
     assert bias.grad.tolist() == [1007.8125, 1007.8125]
 
 
+@pytest.mark.parametrize("outlier", [2e18, 3e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_few_huge_numbers(outlier, dtype, isa, way, passes):
+    """Their squares overflow, and beside them the others' are rounded away."""
+    x = torch.randn(5, 4096)
+    x[:, :3] = outlier
+    x[1, :64] = outlier
+    x = x.to(dtype)
+    for ours, centred in ((seqkern.layer_norm, True), (seqkern.rms_norm, False)):
+        exact = reference.layer_norm(x.double(), None, None, 1e-5, centred)
+        error = (ours(x, (4096,), eps=1e-5).double() - exact).abs().max()
+        assert error < 64 * torch.finfo(dtype).eps, error
+
+
+@pytest.mark.parametrize("columns", [4097, 10**6])
+def test_long_rows(columns, isa, passes):
+    """Summed by levels: one sum a lane would lose two digits here."""
+    passes(check_case(layer_norm_case(2, columns), torch.float32))
+    passes(check_case(layer_norm_case(2, columns, centred=False), torch.float32))
+    constant = torch.full((2, columns), 3.7)
+    exact = reference.layer_norm(constant.double(), None, None, 1e-5, False)
+    assert (seqkern.rms_norm(constant, (columns,), eps=1e-5).double() - exact).abs().max() < 1.1e-6
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_many_rows(columns, isa):
+    x = torch.ones(10**6, columns)
+    weight = torch.ones(columns, requires_grad=True)
+    seqkern.rms_norm(x, (columns,), weight, 1e-5).backward(torch.full_like(x, 0.1))
+    exact = 10**6 * torch.tensor(0.1).double() / (1 + 1e-5) ** 0.5
+    assert ((weight.grad.double() - exact) / exact).abs().max() < 4e-6
+
+
 # ---- dropout ------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +315,63 @@ def test_dropout_follows_manual_seed_training_and_probability():
     assert torch.equal(run(dropout_p=0.5, seed=7), run(dropout_p=0.5, seed=torch.tensor([7])))
 
 
+# ---- what the two results share ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8), (700, 8), (2, 20000, 8)], ids=str)
+def test_input_and_residual_have_gradients_of_their_own(shape, way):
+    """Users scale gradients in place, and add up several."""
+    a, b = (torch.nn.Parameter(torch.randn(shape)) for _ in range(2))
+    for _ in range(2):
+        seqkern.add_layer_norm(a, b, (8,))[1].sum().backward()
+    assert a.grad.data_ptr() != b.grad.data_ptr()
+    assert torch.equal(a.grad, torch.full(shape, 2.0))
+    assert torch.equal(b.grad, a.grad)
+    a.grad = b.grad = None
+    x = torch.randn(shape)
+    (seqkern.add_layer_norm(a, b, (8,))[0] * x).sum().backward()
+    assert a.grad.data_ptr() != b.grad.data_ptr()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_the_sum_alone(dropout_p, way):
+    """Nothing of the norm reaches the gradients then, not even what is not finite in it."""
+    x, r, weight = torch.ones(3, 8, requires_grad=True), torch.ones(3, 8, requires_grad=True), torch.ones(8)
+    weight.requires_grad_()
+    _, total = seqkern.add_layer_norm(x, r, (8,), weight, eps=0.0, dropout_p=dropout_p, seed=1)
+    if dropout_p == 0:
+        total.add_(1)
+    total.sum().backward()
+    assert torch.equal(r.grad, torch.ones(3, 8))
+    keep = reference.keep_mask(torch.tensor(1), dropout_p, 3, 8) if dropout_p else torch.ones(3, 8)
+    assert torch.equal(x.grad, keep / (1 - dropout_p))
+    assert weight.grad is None
+    output, total = seqkern.add_layer_norm(x.detach(), r.detach(), (8,), weight)
+    assert (output.requires_grad, total.requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize("rows", [4, 20000])
+def test_results_can_be_changed_in_place(rows, way):
+    x, p = torch.randn(rows, 2, 8), torch.ones(8, requires_grad=True)
+    with torch.no_grad():
+        results = [seqkern.layer_norm(x, (8,)), *seqkern.add_layer_norm(x, x, (8,))]
+    for result in results:
+        assert result._base is None
+        result.add_(p)
+
+
+def test_freed_memory_raises():
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="layer_norm_fwd: input has no memory"):
+        seqkern.layer_norm(x, (8,))
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="layer_norm_fwd: weight has no memory"):
+        seqkern.layer_norm(X, (8,), weight)
+    with pytest.raises(RuntimeError, match="layer_norm_fwd: residual has no memory"):
+        seqkern.add_layer_norm(X, x, (8,))
+
+
 # ---- determinism --------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +417,7 @@ def test_gradcheck(affine, isa, way):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("add", [seqkern.add_layer_norm, seqkern.add_rms_norm])
-def test_gradcheck_with_residual(add, dropout_p, isa):
+def test_gradcheck_with_residual(add, dropout_p, isa, way):
     x, r = (torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight, bias = parameters(7, requires_grad=True)
     inputs = (x, r, weight, bias) if add is seqkern.add_layer_norm else (x, r, weight)
@@ -511,6 +607,9 @@ X = torch.randn(4, 8)
          lambda: seqkern.layer_norm(X, (8,), torch.ones(8, device="meta"))),
         (ValueError, "eps must be a number >= 0, got -1", lambda: seqkern.layer_norm(X, (8,), eps=-1.0)),
         (ValueError, "eps must be a number >= 0, got nan", lambda: seqkern.layer_norm(X, (8,), eps=float("nan"))),
+        (TypeError, "layer_norm: eps must be a number >= 0, got None", lambda: seqkern.layer_norm(X, (8,), eps=None)),
+        (TypeError, "add_layer_norm: dropout_p must be a probability, got 'x'",
+         lambda: seqkern.add_layer_norm(X, X, (8,), dropout_p="x")),
         (ValueError, "rms_norm: eps must be a number >= 0, got -1", lambda: seqkern.rms_norm(X, (8,), eps=-1.0)),
         (TypeError, "rms_norm: input must be a tensor, got list", lambda: seqkern.rms_norm([1.0], (1,))),
         (TypeError, "add_layer_norm: residual must be a tensor, got NoneType",

@@ -24,7 +24,13 @@ ROOT = Path(__file__).parent.parent
 # shared memory of one block, from the CUDA programming guide's table of compute capabilities
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 REGISTERS, REGISTER_FILE = 255, 65536
-TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+}
 
 
 def compile_module(module: str, arch: int, thorough: bool, tf32: bool) -> list[dict[str, Any]]:

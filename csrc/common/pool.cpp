@@ -1,7 +1,11 @@
 #include "pool.h"
 
+#include <pthread.h>
+
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -12,8 +16,15 @@
 namespace seqkern {
 namespace {
 
-constexpr size_t kHugePage = size_t{1} << 21;
-constexpr size_t kLeast = 2 * kHugePage;
+constexpr size_t kPage = size_t{1} << 12, kHugePage = size_t{1} << 21;
+constexpr size_t kLeast = size_t{1} << 20;
+constexpr size_t kHugeFrom = 2 * kHugePage;  // smaller blocks would waste too much by whole huge pages
+
+// Blocks of one size, the most recently used last: it is the likeliest to be in cache.
+struct Bin {
+  std::vector<void*> blocks;
+  uint64_t last_use = 0;
+};
 
 struct Block {
   void* address;
@@ -22,27 +33,41 @@ struct Block {
 
 struct Pool {
   std::mutex mutex;
-  std::vector<Block> waiting;  // oldest first
+  std::map<size_t, Bin> bins;
+  uint64_t uses = 0;
   size_t bytes = 0, limit = size_t{512} << 20;
   bool poison = false;
 };
 
+// Sizes are rounded up to eight steps a doubling, to whole pages, and to whole huge pages where they are used.
+size_t rounded_size(size_t bytes) {
+  const size_t step = std::max(size_t{1} << (60 - __builtin_clzll(bytes)), bytes >= kHugeFrom ? kHugePage : kPage);
+  return (bytes + step - 1) / step * step;
+}
+
 Pool& pool() {
-  static Pool* const instance = new Pool;  // never destroyed: tensors may outlive static objects
+  // Never destroyed: tensors may outlive static objects. Held while the process forks, so that no child finds it
+  // locked.
+  static Pool* const instance = [] {
+    pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
+    return new Pool;
+  }();
   return *instance;
 }
 
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
+#if defined(__linux__)
 void* map(size_t size) {
-  // Two huge pages more than needed would be simplest; one, trimmed at both ends, gives the same alignment.
-  void* mapped = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const size_t alignment = size >= kHugeFrom ? kHugePage : kPage, extra = alignment - kPage;
+  void* mapped = mmap(nullptr, size + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(mapped);
-  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t first = (begin + alignment - 1) / alignment * alignment;
   if (first > begin) munmap(mapped, first - begin);
-  munmap(reinterpret_cast<void*>(first + size), begin + kHugePage - first);
+  if (begin + extra > first) munmap(reinterpret_cast<void*>(first + size), begin + extra - first);
   void* block = reinterpret_cast<void*>(first);
-  madvise(block, size, MADV_HUGEPAGE);
+#if defined(MADV_HUGEPAGE)
+  if (size >= kHugeFrom) madvise(block, size, MADV_HUGEPAGE);
+#endif
   return block;
 }
 void unmap(const Block& block) { munmap(block.address, block.size); }
@@ -51,13 +76,19 @@ void* map(size_t) { return nullptr; }
 void unmap(const Block&) {}
 #endif
 
-// Drops the oldest until `limit` bytes are left. The caller holds the lock, and unmaps what it gets after it let go.
+// Drops blocks of the size that was not used for longest until `limit` bytes are left. The caller holds the lock, and
+// unmaps what it gets after it let go.
 std::vector<Block> shrink(Pool& p, size_t limit) {
   std::vector<Block> dropped;
   while (p.bytes > limit) {
-    dropped.push_back(p.waiting.front());
-    p.bytes -= p.waiting.front().size;
-    p.waiting.erase(p.waiting.begin());
+    auto oldest = p.bins.end();
+    for (auto bin = p.bins.begin(); bin != p.bins.end(); ++bin) {
+      if (!bin->second.blocks.empty() && (oldest == p.bins.end() || bin->second.last_use < oldest->second.last_use))
+        oldest = bin;
+    }
+    dropped.push_back({oldest->second.blocks.front(), oldest->first});
+    oldest->second.blocks.erase(oldest->second.blocks.begin());
+    p.bytes -= oldest->first;
   }
   return dropped;
 }
@@ -65,30 +96,24 @@ std::vector<Block> shrink(Pool& p, size_t limit) {
 }  // namespace
 
 void* pool_take(size_t bytes, size_t& size) {
-  if (bytes < kLeast || bytes > SIZE_MAX - 2 * kHugePage) return nullptr;
+  if (bytes < kLeast || bytes > SIZE_MAX / 4) return nullptr;
   Pool& p = pool();
-  const size_t needed = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  size = rounded_size(bytes);
   void* block = nullptr;
   bool poison;
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
     if (p.limit == 0) return nullptr;
     poison = p.poison;
-    // The newest that fits without wasting a quarter: it is the likeliest to be in cache.
-    for (size_t i = p.waiting.size(); i-- > 0;) {
-      const Block candidate = p.waiting[i];
-      if (candidate.size < needed || candidate.size > needed + needed / 4) continue;
-      p.waiting.erase(p.waiting.begin() + static_cast<std::ptrdiff_t>(i));
-      p.bytes -= candidate.size;
-      block = candidate.address;
-      size = candidate.size;
-      break;
+    Bin& bin = p.bins[size];
+    bin.last_use = ++p.uses;
+    if (!bin.blocks.empty()) {
+      block = bin.blocks.back();
+      bin.blocks.pop_back();
+      p.bytes -= size;
     }
   }
-  if (!block) {
-    block = map(needed);
-    size = needed;
-  }
+  if (!block) { block = map(size); }
   if (block && poison) std::memset(block, 0xff, size);
   return block;
 }
@@ -98,7 +123,9 @@ void pool_give(void* block, size_t size) {
   std::vector<Block> dropped;
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
-    p.waiting.push_back({block, size});
+    Bin& bin = p.bins[size];
+    bin.last_use = ++p.uses;
+    bin.blocks.push_back(block);
     p.bytes += size;
     dropped = shrink(p, p.limit);
   }

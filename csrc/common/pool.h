@@ -2,9 +2,9 @@
 //
 // A C library gives large blocks back to the kernel as soon as they are freed, and the next result of the same size
 // pays for fresh pages: zeroed, one fault each. For an op that only streams, that is most of its time (a layer norm of
-// 32 MB takes 12 ms, of which the arithmetic and the memory traffic are 4). So blocks of 4 MB and more come from here,
-// aligned to huge pages, and go back here when their tensor dies. At most `limit` bytes wait unused; the oldest go
-// first.
+// 32 MB takes 12 ms, of which the arithmetic and the memory traffic are 4). So blocks of 1 MB and more come from
+// here, on huge pages from 4 MB on, and go back here when their tensor dies. At most `limit` bytes wait unused; what
+// was not used for longest goes first.
 #pragma once
 
 #include <cstddef>

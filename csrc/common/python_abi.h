@@ -30,6 +30,7 @@ long long PyLong_AsLongLong(PyObject*);
 void* PyLong_AsVoidPtr(PyObject*);
 PyObject* PyFloat_FromDouble(double);
 double PyFloat_AsDouble(PyObject*);
+int PyErr_ExceptionMatches(PyObject*);
 PyObject* PyErr_Occurred();
 void PyErr_Clear();
 

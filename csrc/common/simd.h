@@ -200,9 +200,14 @@ SK_INLINE A sum_lanes(Vec<A> v) {
 }
 template <class A>
 SK_INLINE A max_lanes(Vec<A> v) {
-  A m = v[0];
-  for (int i = 1; i < W<A>; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+#pragma GCC unroll 4
+  for (int step = W<A> / 2; step > 0; step /= 2) {
+    IVec<A> across;
+    for (int i = 0; i < W<A>; ++i) across[i] = (i + step) % W<A>;
+    const Vec<A> other = __builtin_shuffle(v, across);
+    v = v > other ? v : other;
+  }
+  return v[0];
 }
 
 // Of NaN and a number the second argument comes back, as the instructions have it.

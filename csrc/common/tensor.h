@@ -55,8 +55,14 @@ inline void check_type(const Tensor& t, ScalarType type, const char* op, const c
   SK_CHECK(t.scalar_type() == type, op, ": ", argument, " must have ScalarType ", static_cast<int>(type), ", got ",
            static_cast<int>(t.scalar_type()));
 }
+// A null address means "absent" to the kernels.
+inline void check_memory(const Tensor& t, const char* op, const char* argument) {
+  SK_CHECK(t.numel() == 0 || t.const_data_ptr() != nullptr, op, ": ", argument,
+           " has no memory: its storage was freed");
+}
 inline void check_cpu(const Tensor& t, const char* op, const char* argument) {
   SK_CHECK(t.is_cpu(), op, ": ", argument, " must be a CPU tensor like the first argument");
+  check_memory(t, op, argument);
 }
 
 // Elements of the last dimension lie next to each other (or there is at most one).

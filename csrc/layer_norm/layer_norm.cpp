@@ -18,6 +18,7 @@ constexpr int64_t kGrainElements = 16384;
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kPartialElements = int64_t{1} << 22;
 constexpr int64_t kLeastRows = 8;
+constexpr int64_t kMostRows = 512;  // of a chunk: longer sums in float32 would lose digits
 
 // How the rows of a backward pass are divided: by the shape alone, so that the order of every sum is the same on any
 // number of threads. A chunk of fewer elements than the grain, or of few rows, would spend its time on its partial
@@ -27,7 +28,7 @@ struct Chunks {
   Chunks(int64_t rows, int64_t columns) {
     const int64_t width = std::max<int64_t>(1, columns);
     const int64_t most = std::clamp<int64_t>(kPartialElements / width, 4, kMaxChunks);
-    rows_per_chunk = std::max({kLeastRows, kGrainElements / width, (rows + most - 1) / most});
+    rows_per_chunk = std::min(kMostRows, std::max({kLeastRows, kGrainElements / width, (rows + most - 1) / most}));
     count = (rows + rows_per_chunk - 1) / rows_per_chunk;
   }
 };
@@ -112,6 +113,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   const char* op = "layer_norm_fwd";
   check_dim(input, 2, op, "input");
   const Dtype dtype = dtype_of(input, op, "input");
+  check_memory(input, op, "input");
   const ScalarType acc = acc_type(dtype);
   const int64_t rows = input.size(0), columns = input.size(1);
   const auto weight_acc = parameter(weight, input, dtype, op, "weight");
@@ -153,6 +155,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   const char* op = "layer_norm_bwd";
   check_dim(input, 2, op, "input");
   const Dtype dtype = dtype_of(input, op, "input");
+  check_memory(input, op, "input");
   const ScalarType acc = acc_type(dtype);
   const int64_t rows = input.size(0), columns = input.size(1);
   const Tensor dy = *beside(grad_output, input, op, "grad_output");
@@ -235,7 +238,8 @@ STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
   m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
 }
 
-void direct_forward(const DirectNorm& norm, const void* input, const void* weight, const void* bias, void* output) {
+void direct_forward(const DirectNorm& norm, const void* input, const void* residual, const void* weight,
+                    const void* bias, void* output, void* sum) {
   Scratch scratch;
   scratch.reserve(2 * (norm.columns * acc_size(norm.dtype) + 64));
   LayerNormForward args{};
@@ -247,12 +251,15 @@ void direct_forward(const DirectNorm& norm, const void* input, const void* weigh
   args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.bias = widened(norm, norm.bias_dtype, bias, scratch);
   args.eps = norm.eps;
+  args.residual = residual;
+  args.residual_stride = norm.columns;
   args.output = output;
+  args.sum = sum;
   run_forward(args, norm.rows);
 }
 
-void direct_backward(const DirectNorm& norm, const void* grad_output, const void* input, const void* weight,
-                     void* grad_input, void* grad_weight, void* grad_bias) {
+void direct_backward(const DirectNorm& norm, const void* grad_output, const void* grad_sum, const void* input,
+                     const void* weight, void* grad_input, void* grad_weight, void* grad_bias) {
   const Chunks chunks(norm.rows, norm.columns);
   const size_t size = acc_size(norm.dtype), partial = (chunks.count * norm.columns * size + 63) / 64 * 64;
   Scratch scratch;
@@ -275,6 +282,8 @@ void direct_backward(const DirectNorm& norm, const void* grad_output, const void
   args.columns = norm.columns;
   args.grad_output = grad_output;
   args.grad_output_stride = norm.columns;
+  args.grad_sum = grad_sum;
+  args.grad_sum_stride = norm.columns;
   args.input = input;
   args.input_stride = norm.columns;
   args.mean = statistics.mean;

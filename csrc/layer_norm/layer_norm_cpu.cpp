@@ -30,9 +30,19 @@ namespace {
 constexpr int kUnroll = 4;  // independent sums, to cover the latency of the addition
 
 // Calls body(column, slot) with `slot` cycling over the unrolled sums, then tail(column, count) for the last part.
-template <class A, class Body, class Tail>
-SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail) {
+// Every kFold rounds the `sums` move what they have up by a level: no number is added to more than some tens of others,
+// so that a long row is summed nearly as exactly as a short one.
+constexpr int kFold = 16;
+template <class A, class Body, class Tail, class... Sums>
+SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail, Sums&... sums) {
   int64_t c = 0;
+  if constexpr (sizeof...(Sums) > 0) {
+    for (; c + kFold * kUnroll * W<A> <= columns;) {
+      for (int round = 0; round < kFold; ++round, c += kUnroll * W<A>)
+        for (int u = 0; u < kUnroll; ++u) body(c + u * W<A>, u);
+      (sums.fold(), ...);
+    }
+  }
   for (; c + kUnroll * W<A> <= columns; c += kUnroll * W<A>)
     for (int u = 0; u < kUnroll; ++u) body(c + u * W<A>, u);
   for (; c + W<A> <= columns; c += W<A>) body(c, 0);
@@ -41,12 +51,20 @@ SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail) 
 
 template <class A>
 struct Sum {
-  Vec<A> part[kUnroll] = {};
-  SK_INLINE A total() const {
-    Vec<A> v = part[0];
-    for (int u = 1; u < kUnroll; ++u) v += part[u];
-    return sum_lanes<A>(v);
+  Vec<A> part[kUnroll] = {}, middle = {}, upper = {}, top = {};
+  int folds = 0;
+  SK_INLINE void fold() {
+    middle += (part[0] + part[1]) + (part[2] + part[3]);
+    for (int u = 0; u < kUnroll; ++u) part[u] = Vec<A>{};
+    if (++folds % kFold != 0) return;
+    upper += middle;
+    middle = Vec<A>{};
+    if (folds % (kFold * kFold) != 0) return;
+    top += upper;
+    upper = Vec<A>{};
   }
+  SK_INLINE Vec<A> lanes() const { return ((((part[0] + part[1]) + (part[2] + part[3])) + middle) + upper) + top; }
+  SK_INLINE A total() const { return sum_lanes<A>(lanes()); }
 };
 
 template <class A>
@@ -54,42 +72,92 @@ SK_INLINE A root(A x) {
   return sizeof(A) == 8 ? A(__builtin_sqrt(x)) : A(__builtin_sqrtf(x));
 }
 
+// Mean and spread of a row: the mean as pivot + shift.
 template <class A>
 struct Deviations {
-  A pivot, shift, variance;
+  A pivot, shift, rstd;
 };
 
-// The variance of a row, and its mean as pivot + shift. One reading is enough when the pivot, the mean of the row's
-// first elements, turns out to lie within half a standard deviation of the mean; else the mean becomes the pivot.
-template <class T>
-SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns) {
+// The same in double, for rows where a few elements outweigh all others (the others would be rounded away, or the
+// squares overflow). Rare, so simple.
+template <class T, bool Centred>
+__attribute__((noinline)) Deviations<acc_t<T>> careful_deviations(const T* x, int64_t columns, double eps) {
   using A = acc_t<T>;
-  const int64_t head = columns < kUnroll * W<A> ? columns : kUnroll * W<A>;
-  const A share = A(1) / A(head);
-  Sum<A> sum;  // of x / n, not of x: it stays below the largest x
-  for_columns<A>(
-      head, [&](int64_t c, int u) { sum.part[u] += load(x + c) * share; },
-      [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * share; });
-  Deviations<A> r{sum.total(), 0, 0};
-  for (int reading = 0; reading < 2; ++reading) {
-    Sum<A> first, second;
+  const auto sum = [&](auto term) {
+    double total = 0;
+    A lanes[W<A>];
+    for (int64_t c = 0; c < columns; c += W<A>) {
+      const int64_t n = columns - c < W<A> ? columns - c : W<A>;
+      store(lanes, load_upto(x + c, n));
+      for (int64_t i = 0; i < n; ++i) total += term(static_cast<double>(lanes[i]));
+    }
+    return total / static_cast<double>(columns);
+  };
+  const double mean = Centred ? sum([](double v) { return v; }) : 0.0;
+  const double variance = sum([&](double v) { return (v - mean) * (v - mean); });
+  const A pivot = static_cast<A>(mean);
+  return {pivot, static_cast<A>(mean - pivot), static_cast<A>(1 / __builtin_sqrt(variance + eps))};
+}
+
+// One reading is enough when the pivot, the mean of the row's first elements, turns out to lie within half a standard
+// deviation of the mean; else the mean becomes the pivot.
+template <class T, bool Centred>
+SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps) {
+  using A = acc_t<T>;
+  Deviations<A> r{};
+  A variance;
+  Vec<A> lanes;
+  if constexpr (Centred) {
+    const int64_t head = columns < kUnroll * W<A> ? columns : kUnroll * W<A>;
+    const A share = A(1) / A(head);
+    Sum<A> sum;  // of x / n, not of x: it stays below the largest x
+    for_columns<A>(
+        head, [&](int64_t c, int u) { sum.part[u] += load(x + c) * share; },
+        [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * share; });
+    r.pivot = sum.total();
+    for (int reading = 0;; ++reading) {
+      Sum<A> first, second;
+      for_columns<A>(
+          columns,
+          [&](int64_t c, int u) {
+            const Vec<A> d = load(x + c) - r.pivot;
+            first.part[u] += d;
+            second.part[u] += d * d;
+          },
+          [&](int64_t c, int64_t n) {
+            const Vec<A> d = keep_first<A>(load_partial(x + c, n) - r.pivot, n);
+            first.part[0] += d;
+            second.part[0] += d * d;
+          },
+          first, second);
+      r.shift = first.total() / A(columns);
+      lanes = second.lanes();
+      const A mean_square = sum_lanes<A>(lanes) / A(columns), square = r.shift * r.shift;
+      variance = mean_square < square ? A(0) : mean_square - square;
+      if (reading == 1 || A(4) * square <= variance) break;
+      r.pivot += r.shift;
+    }
+  } else {
+    Sum<A> square;
     for_columns<A>(
         columns,
         [&](int64_t c, int u) {
-          const Vec<A> d = load(x + c) - r.pivot;
-          first.part[u] += d;
-          second.part[u] += d * d;
+          const Vec<A> v = load(x + c);
+          square.part[u] += v * v;
         },
         [&](int64_t c, int64_t n) {
-          const Vec<A> d = keep_first<A>(load_partial(x + c, n) - r.pivot, n);
-          first.part[0] += d;
-          second.part[0] += d * d;
-        });
-    r.shift = first.total() / A(columns);
-    const A variance = second.total() / A(columns) - r.shift * r.shift;
-    r.variance = variance < 0 ? A(0) : variance;
-    if (reading == 1 || A(4) * r.shift * r.shift <= r.variance) break;
-    r.pivot += r.shift;
+          const Vec<A> v = load_partial(x + c, n);
+          square.part[0] += v * v;
+        },
+        square);
+    lanes = square.lanes();
+    variance = sum_lanes<A>(lanes) / A(columns);
+  }
+  r.rstd = A(1) / root(A(variance + A(eps)));
+  if constexpr (sizeof(A) == 4) {
+    const A heaviest = max_lanes<A>(lanes) / A(columns);
+    const bool outweighed = columns > 4 * kUnroll * W<A> && heaviest > A(0.5) * (variance + r.shift * r.shift);
+    if (outweighed || !(variance <= A(3e38))) return careful_deviations<T, Centred>(x, columns, eps);
   }
   return r;
 }
@@ -129,28 +197,8 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
       x = s;
     }
 
-    A pivot = 0, shift = 0, variance = 0;
-    if constexpr (Centred) {
-      const Deviations<A> found = deviations<T>(x, columns);
-      pivot = found.pivot;
-      shift = found.shift;
-      variance = found.variance;
-    } else {
-      Sum<A> square;
-      for_columns<A>(
-          columns,
-          [&](int64_t c, int u) {
-            const Vec<A> v = load(x + c);
-            square.part[u] += v * v;
-          },
-          [&](int64_t c, int64_t n) {
-            const Vec<A> v = load_partial(x + c, n);
-            square.part[0] += v * v;
-          });
-      variance = square.total() / A(columns);
-    }
-    const A rstd = A(1) / root(A(variance + A(p.eps)));
-
+    const Deviations<A> found = deviations<T, Centred>(x, columns, p.eps);
+    const A pivot = found.pivot, shift = found.shift, rstd = found.rstd;
     if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + shift;
     if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
     if (!p.output) continue;
@@ -217,7 +265,8 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, RowGradient<T
       [&](int64_t c, int64_t n) {
         const Vec<A> d = keep_first<A>(load_partial(r.x + c, n) - r.mean, n);
         accumulate(d, rounded(load_partial(r.dy + c, n) * (weight ? load_partial(weight + c, n) : one)), 0);
-      });
+      },
+      sum_d, sum_g, sum_gd);
   r.shift = Centred ? sum_d.total() / A(columns) : A(0);
   r.mean_g = Centred ? sum_g.total() / A(columns) : A(0);
   r.mean_gx = (sum_gd.total() / A(columns) - r.shift * r.mean_g) * r.rstd;
@@ -272,11 +321,22 @@ void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
   for (; row < row_end; ++row) backward_rows<T, Centred, Added, 1>(p, row, dw, db);
 }
 
+// In blocks of chunks, for the sake of exactness.
 template <class A>
 void reduce_columns(int64_t chunks, int64_t columns, const A* partial, A* total, int64_t begin, int64_t end) {
-  for (int64_t c = begin; c < end; ++c) total[c] = 0;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk)
-    for (int64_t c = begin; c < end; ++c) total[c] += partial[chunk * columns + c];
+  constexpr int64_t kBlock = 32, kWidth = 64;
+  for (int64_t first = begin; first < end; first += kWidth) {
+    const int64_t width = end - first < kWidth ? end - first : kWidth;
+    A sum[kWidth] = {};
+    for (int64_t block = 0; block < chunks; block += kBlock) {
+      const int64_t last = block + kBlock < chunks ? block + kBlock : chunks;
+      A part[kWidth] = {};
+      for (int64_t chunk = block; chunk < last; ++chunk)
+        for (int64_t c = 0; c < width; ++c) part[c] += partial[chunk * columns + first + c];
+      for (int64_t c = 0; c < width; ++c) sum[c] += part[c];
+    }
+    for (int64_t c = 0; c < width; ++c) total[first + c] = sum[c];
+  }
 }
 
 void forward(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {

@@ -9,6 +9,8 @@
 // kernel through ctypes, 6.6.
 #include "layer_norm_direct.h"
 
+#include <algorithm>
+
 #include "python_abi.h"
 
 namespace seqkern {
@@ -37,15 +39,17 @@ class Ref {
 
 // What Python hands over once: types, singletons and callables. All live as long as the process.
 struct Python {
-  PyObject *none, *tensor, *parameter, *dtypes[4];
-  PyObject *empty_like, *apply, *is_grad_enabled, *dispatch_keys;
+  PyObject *none, *exception, *tensor, *parameter, *dtypes[4];
+  PyObject *empty_like, *apply, *apply_added, *is_grad_enabled, *is_usual;
   PyObject* guards;  // a tuple of functions without arguments: any that returns something true forbids the short way
   PyObject* forward_ad;  // the module: forward mode is at work when its _current_level is not negative
   PyObject *is_cpu, *dtype, *shape, *requires_grad, *is_contiguous, *is_neg, *data_ptr, *current_level;
 };
 Python py;
 
+// None for the long way. Errors on the way here mean no more than that; an interrupt is passed on.
 PyObject* none() {
+  if (PyErr_Occurred() && !PyErr_ExceptionMatches(py.exception)) return nullptr;
   PyErr_Clear();
   Py_IncRef(py.none);
   return py.none;
@@ -94,98 +98,135 @@ bool quiet() {
   return level && PyLong_AsLongLong(level.get()) < 0;
 }
 
-PyObject* empty_like(PyObject* tensor, void*& address) {
-  Ref result(PyObject_CallFunctionObjArgs(py.empty_like, tensor, nullptr));
-  if (!result) return nullptr;
-  const Ref number(PyObject_CallMethodObjArgs(result.get(), py.data_ptr, nullptr));
+// What is read of one tensor's shape.
+struct Shape {
+  static constexpr Py_ssize_t kMost = 8;
+  int64_t sizes[kMost];
+  Py_ssize_t dims = 0;
+
+  bool read(PyObject* tensor) {
+    const Ref shape(PyObject_GetAttr(tensor, py.shape));
+    dims = shape ? PyTuple_Size(shape.get()) : 0;
+    if (dims < 1 || dims > kMost) return false;
+    for (Py_ssize_t i = 0; i < dims; ++i) sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(shape.get(), i));
+    return true;
+  }
+  bool operator==(const Shape& other) const {
+    return dims == other.dims && std::equal(sizes, sizes + dims, other.sizes);
+  }
+  // Rows and columns of a matrix of 1 to `largest` elements.
+  bool matrix(int64_t largest, DirectNorm& norm) const {
+    int64_t elements = 1;
+    for (Py_ssize_t i = 0; i < dims; ++i) {
+      if (sizes[i] <= 0 || sizes[i] > largest / elements) return false;
+      elements *= sizes[i];
+    }
+    norm.columns = sizes[dims - 1];
+    norm.rows = elements / norm.columns;
+    return true;
+  }
+};
+
+PyObject* new_like(PyObject* like, void*& address) {
+  Ref result(PyObject_CallFunctionObjArgs(py.empty_like, like, nullptr));
+  const Ref number(result ? PyObject_CallMethodObjArgs(result.get(), py.data_ptr, nullptr) : nullptr);
   if (!number) return nullptr;
   address = PyLong_AsVoidPtr(number.get());
   return address ? result.release() : nullptr;
 }
 
-// Rows and columns of a matrix of 1 to `largest` elements whose last dimension is `normalized_shape`.
-bool sizes(PyObject* input, PyObject* normalized_shape, int64_t largest, DirectNorm& norm) {
-  const Ref shape(PyObject_GetAttr(input, py.shape));
-  const Py_ssize_t dims = shape ? PyTuple_Size(shape.get()) : 0;
-  if (dims < 1 || PySequence_Size(normalized_shape) != 1) return false;
-  const Ref last(PySequence_GetItem(normalized_shape, 0));
-  if (!last) return false;
-  norm.columns = PyLong_AsLongLong(last.get());
-  norm.rows = 1;
-  for (Py_ssize_t i = 0; i < dims; ++i) {
-    const int64_t size = PyLong_AsLongLong(PyTuple_GetItem(shape.get(), i));
-    if (size <= 0 || size > largest) return false;
-    if (i == dims - 1) return size == norm.columns && norm.rows <= largest / size;
-    norm.rows *= size;
-    if (norm.rows > largest) return false;
-  }
-  return false;
-}
-
-// forward(input, normalized_shape, weight, bias, eps, centred, largest) -> output, or None for the long way.
-PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 7 || !quiet()) return none();
-  PyObject *input = arguments[0], *weight = arguments[2], *bias = arguments[3];
-  DirectNorm norm{};
-  void *x, *w, *b, *y;
-  if (!plain(input, norm.dtype, x)) return none();
-  if (!sizes(input, arguments[1], PyLong_AsLongLong(arguments[6]), norm)) return none();
-  if (!plain_parameter(weight, norm.columns, norm.weight_dtype, w)) return none();
-  if (!plain_parameter(bias, norm.columns, norm.bias_dtype, b)) return none();
-  norm.eps = PyFloat_AsDouble(arguments[4]);
-  norm.centred = PyObject_IsTrue(arguments[5]) == 1;
-  if (PyErr_Occurred() || !(norm.eps >= 0)) return none();
-  const Ref output(empty_like(input, y));
-  if (!output) return none();
-  direct_forward(norm, x, w, b, y);
-
+bool no_grad() {
   const Ref grad(PyObject_CallNoArgs(py.is_grad_enabled));
-  const bool wanted = PyObject_IsTrue(grad.get()) == 1 &&
-                      (attribute(input, py.requires_grad) || (w && attribute(weight, py.requires_grad)) ||
-                       (b && attribute(bias, py.requires_grad)));
-  if (!wanted) {
-    Py_IncRef(output.get());
-    return output.get();
-  }
-  // The output is already there; the Function only remembers how to go back.
-  const Ref box(PyTuple_New(1));
-  Py_IncRef(output.get());
-  PyTuple_SetItem(box.get(), 0, output.get());
-  return PyObject_CallFunctionObjArgs(py.apply, box.get(), input, weight, bias, arguments[4], arguments[5], nullptr);
+  return PyObject_IsTrue(grad.get()) == 0;
 }
 
-// backward(grad_output, input, weight, bias, eps, centred, need_weight, need_bias) -> (grad_input, grad_weight,
-// grad_bias), None in it for what is not needed, or None for the long way.
-PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* pair(PyObject* first, PyObject* second) {
+  PyObject* result = PyTuple_New(second ? 2 : 1);
+  Py_IncRef(first);
+  PyTuple_SetItem(result, 0, first);
+  if (second) {
+    Py_IncRef(second);
+    PyTuple_SetItem(result, 1, second);
+  }
+  return result;
+}
+
+// forward(input, residual, normalized_shape, weight, bias, eps, centred, largest) -> output, or (output, sum) with a
+// residual, or None for the long way.
+PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 8 || !quiet()) return none();
-  PyObject *grad_output = arguments[0], *input = arguments[1], *weight = arguments[2], *bias = arguments[3];
-  const Ref grad(PyObject_CallNoArgs(py.is_grad_enabled));  // then the gradients are differentiated again
-  if (PyObject_IsTrue(grad.get()) != 0) return none();
+  PyObject *input = arguments[0], *residual = arguments[1], *weight = arguments[3], *bias = arguments[4];
+  const bool added = residual != py.none;
   DirectNorm norm{};
-  Dtype grad_dtype{};
-  void *dy, *x, *w, *b, *dx, *dw = nullptr, *db = nullptr;
-  // Gradients can be more things than arguments: batched, or known to be zero. `dispatch_keys` tells them apart.
-  const Ref usual(PyObject_CallFunctionObjArgs(py.dispatch_keys, grad_output, nullptr));
-  if (!usual || PyObject_IsTrue(usual.get()) != 1) return none();
-  if (!plain(grad_output, grad_dtype, dy) || !plain(input, norm.dtype, x) || grad_dtype != norm.dtype) return none();
-  const Ref shape(PyObject_GetAttr(input, py.shape)), grad_shape(PyObject_GetAttr(grad_output, py.shape));
-  const Py_ssize_t dims = PyTuple_Size(shape.get());
-  if (PyTuple_Size(grad_shape.get()) != dims) return none();
-  norm.rows = 1;
-  for (Py_ssize_t i = 0; i < dims; ++i) {
-    norm.columns = PyLong_AsLongLong(PyTuple_GetItem(shape.get(), i));
-    if (PyLong_AsLongLong(PyTuple_GetItem(grad_shape.get(), i)) != norm.columns) return none();
-    if (i < dims - 1) norm.rows *= norm.columns;
+  Dtype residual_dtype{};
+  Shape shape, residual_shape;
+  void *x, *r = nullptr, *w, *b, *y, *s = nullptr;
+  // What may run code of the caller comes before the addresses.
+  if (PySequence_Size(arguments[2]) != 1) return none();
+  const Ref last(PySequence_GetItem(arguments[2], 0));
+  const int64_t columns = last ? PyLong_AsLongLong(last.get()) : 0;
+  norm.eps = PyFloat_AsDouble(arguments[5]);
+  norm.centred = PyObject_IsTrue(arguments[6]) == 1;
+  if (PyErr_Occurred() || !(norm.eps >= 0)) return none();
+  if (!plain(input, norm.dtype, x) || !shape.read(input)) return none();
+  if (!shape.matrix(PyLong_AsLongLong(arguments[7]), norm) || norm.columns != columns) return none();
+  if (added && (!plain(residual, residual_dtype, r) || residual_dtype != norm.dtype || !residual_shape.read(residual) ||
+                !(residual_shape == shape)))
+    return none();
+  if (!plain_parameter(weight, norm.columns, norm.weight_dtype, w)) return none();
+  if (!plain_parameter(bias, norm.columns, norm.bias_dtype, b)) return none();
+  const Ref output(new_like(input, y));
+  const Ref sum(output && added ? new_like(input, s) : nullptr);
+  if (!output || (added && !sum)) return none();
+  direct_forward(norm, x, r, w, b, y, s);
+
+  Ref results(pair(output.get(), sum.get()));
+  const bool wanted =
+      !no_grad() && (attribute(input, py.requires_grad) || (added && attribute(residual, py.requires_grad)) ||
+                     (w && attribute(weight, py.requires_grad)) || (b && attribute(bias, py.requires_grad)));
+  // The results are already there; the Function only remembers how to go back.
+  if (wanted && added)
+    return PyObject_CallFunctionObjArgs(py.apply_added, results.get(), input, residual, weight, bias, arguments[5],
+                                        arguments[6], nullptr);
+  if (wanted)
+    return PyObject_CallFunctionObjArgs(py.apply, results.get(), input, weight, bias, arguments[5], arguments[6],
+                                        nullptr);
+  if (added) return results.release();
+  Py_IncRef(output.get());
+  return output.get();
+}
+
+// backward(grad_output, grad_sum, what was normalised, weight, bias, eps, centred, need_weight, need_bias) ->
+// (gradient of what was normalised, grad_weight, grad_bias), None in it for what is not needed, or None for the long
+// way.
+PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 9 || !quiet() || !no_grad()) return none();  // with gradients enabled they are differentiated again
+  PyObject *input = arguments[2], *weight = arguments[3], *bias = arguments[4];
+  DirectNorm norm{};
+  Shape shape;
+  void *x, *w, *b, *dx, *dw = nullptr, *db = nullptr, *grads[2] = {nullptr, nullptr};
+  if (!plain(input, norm.dtype, x) || !shape.read(input) || !shape.matrix(int64_t{1} << 40, norm)) return none();
+  for (int i = 0; i < 2; ++i) {
+    PyObject* grad = arguments[i];
+    if (i == 1 && grad == py.none) continue;
+    // Gradients can be more things than arguments: batched, or known to be zero. `is_usual` tells them apart.
+    const Ref usual(PyObject_CallFunctionObjArgs(py.is_usual, grad, nullptr));
+    if (!usual || PyObject_IsTrue(usual.get()) != 1) return none();
+    Dtype dtype{};
+    Shape grad_shape;
+    if (!plain(grad, dtype, grads[i]) || dtype != norm.dtype || !grad_shape.read(grad) || !(grad_shape == shape))
+      return none();
   }
   if (!plain_parameter(weight, norm.columns, norm.weight_dtype, w)) return none();
   if (!plain_parameter(bias, norm.columns, norm.bias_dtype, b)) return none();
-  norm.eps = PyFloat_AsDouble(arguments[4]);
-  norm.centred = PyObject_IsTrue(arguments[5]) == 1;
-  const bool need_weight = PyObject_IsTrue(arguments[6]) == 1, need_bias = PyObject_IsTrue(arguments[7]) == 1;
-  Ref grad_input(empty_like(input, dx));
-  Ref grad_weight(need_weight ? empty_like(weight, dw) : none()), grad_bias(need_bias ? empty_like(bias, db) : none());
-  if (PyErr_Occurred() || !grad_input || !grad_weight || !grad_bias) return none();
-  direct_backward(norm, dy, x, w, dx, dw, db);
+  norm.eps = PyFloat_AsDouble(arguments[5]);
+  norm.centred = PyObject_IsTrue(arguments[6]) == 1;
+  const bool need_weight = PyObject_IsTrue(arguments[7]) == 1, need_bias = PyObject_IsTrue(arguments[8]) == 1;
+  Ref grad_input(new_like(input, dx));
+  Ref grad_weight(need_weight ? new_like(weight, dw) : none());
+  Ref grad_bias(need_bias ? new_like(bias, db) : none());
+  if (!grad_input || !grad_weight || !grad_bias || PyErr_Occurred()) return none();
+  direct_backward(norm, grads[0], grads[1], x, w, dx, dw, db);
   PyObject* result = PyTuple_New(3);
   PyTuple_SetItem(result, 0, grad_input.release());
   PyTuple_SetItem(result, 1, grad_weight.release());
@@ -203,9 +244,9 @@ PyMethodDef kBackward = {"layer_norm_backward", backward, METH_FASTCALL, nullptr
 extern "C" __attribute__((visibility("default"))) PyObject* seqkern_direct_layer_norm(PyObject* objects) {
   using seqkern::py;
   Py_IncRef(objects);  // for ever
-  PyObject** targets[] = {&py.none,          &py.tensor,    &py.parameter,  &py.dtypes[0], &py.dtypes[1],
-                          &py.dtypes[2],     &py.dtypes[3], &py.empty_like, &py.apply,     &py.is_grad_enabled,
-                          &py.dispatch_keys, &py.guards,    &py.forward_ad};
+  PyObject** targets[] = {&py.none,        &py.exception,       &py.tensor,    &py.parameter,  &py.dtypes[0],
+                          &py.dtypes[1],   &py.dtypes[2],       &py.dtypes[3], &py.empty_like, &py.apply,
+                          &py.apply_added, &py.is_grad_enabled, &py.is_usual,  &py.guards,     &py.forward_ad};
   Py_ssize_t i = 0;
   for (PyObject** target : targets) *target = PyTuple_GetItem(objects, i++);
   py.is_cpu = PyUnicode_InternFromString("is_cpu");

@@ -1,8 +1,8 @@
 """The short way for small norms, the Python half of csrc/layer_norm/layer_norm_direct.cpp.
 
-`layer_norm(input, normalized_shape, weight, bias, eps, centred, largest)` returns the norm of a plain contiguous CPU
-tensor of at most `largest` elements over its last dimension, bitwise what the op gives, and None for any other call:
-then the op takes it, and finds the errors.
+`layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, largest)` returns the norm of a plain
+contiguous CPU tensor of at most `largest` elements over its last dimension (with a residual, the norm of the sum, and
+the sum), bitwise what the op gives, and None for any other call: then the op takes it, and finds the errors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _USUAL = torch._C._dispatch_keys(torch.empty(0)).raw_repr()
 
 
 class _LayerNormDirect(torch.autograd.Function):
+    """Of a norm that is computed already: `results` holds the output."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        output: tuple[Tensor],
+        results: tuple[Tensor],
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -42,18 +44,60 @@ class _LayerNormDirect(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight, bias)
         ctx.options = eps, centred
-        return output[0]
+        return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        _, *needs, _, _ = ctx.needs_input_grad
-        eps, centred = ctx.options
-        grads = _backward(grad_output, *ctx.saved_tensors, eps, centred, needs[1], needs[2])
+        needs = ctx.needs_input_grad
+        grads = _backward(grad_output, None, *ctx.saved_tensors, *ctx.options, needs[2], needs[3])
         if grads is None:
-            from seqkern.ops.layer_norm import backward_of_input
+            grads = _long_way(grad_output, None, ctx.saved_tensors, *ctx.options, needs[2], needs[3])
+        grad, grad_weight, grad_bias = grads
+        return None, grad, grad_weight, grad_bias, None, None
 
-            grads = backward_of_input(grad_output, ctx.saved_tensors, eps, centred, needs)
-        return None, *grads, None, None
+
+class _AddLayerNormDirect(torch.autograd.Function):
+    """Of a sum and its norm that are computed already: `results` holds the output and the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        results: tuple[Tensor, Tensor],
+        input: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        if not (input.requires_grad or residual.requires_grad):
+            ctx.mark_non_differentiable(results[1])
+        ctx.save_for_backward(results[1], weight, bias)
+        ctx.options = eps, centred
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None) -> Any:
+        needs = ctx.needs_input_grad
+        if grad_output is None:  # the sum alone was used
+            return None, grad_sum if needs[1] else None, grad_sum if needs[2] else None, None, None, None, None
+        grads = _backward(grad_output, grad_sum, *ctx.saved_tensors, *ctx.options, needs[3], needs[4])
+        if grads is None:
+            grads = _long_way(grad_output, grad_sum, ctx.saved_tensors, *ctx.options, needs[3], needs[4])
+        grad, grad_weight, grad_bias = grads
+        return None, grad if needs[1] else None, grad if needs[2] else None, grad_weight, grad_bias, None, None
+
+
+def _long_way(*arguments: Any) -> Any:
+    from seqkern.ops.layer_norm import backward_by_op
+
+    return backward_by_op(*arguments)
+
+
+def _short_apply(function: type[torch.autograd.Function]) -> Any:
+    """function.apply without the binding of default arguments that it does in Python for torch.func."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
 
 
 _functions = ctypes.PyDLL(_library._extension._name).seqkern_direct_layer_norm
@@ -73,12 +117,13 @@ _guards = (
 layer_norm, _backward = _functions(
     (
         None,
+        Exception,
         Tensor,
         Parameter,
         *FLOATING,  # in the order of csrc/common/dtype.h
         torch.empty_like,
-        # Without the binding of default arguments that Function.apply does in Python for torch.func.
-        torch._C._FunctionBase.__dict__["apply"].__get__(None, _LayerNormDirect),
+        _short_apply(_LayerNormDirect),
+        _short_apply(_AddLayerNormDirect),
         torch.is_grad_enabled,
         _is_usual,
         _guards,

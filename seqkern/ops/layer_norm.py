@@ -12,7 +12,17 @@ from torch import Tensor
 from seqkern import _library, reference
 from seqkern._library import backend_for, kernel
 from seqkern.ops import _direct
-from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
+from seqkern.ops._autograd import (
+    FLOATING,
+    Cost,
+    apply,
+    eager,
+    gradients,
+    per_sample,
+    tangents,
+    transforms_active,
+    wants_gradient,
+)
 from seqkern.reference.dropout import dropout
 
 _is_compiling = torch.compiler.is_compiling
@@ -56,7 +66,7 @@ def layer_norm(
         True
     """
     if not _is_compiling() and _library._backend in ("auto", "cpu"):
-        output = _direct.layer_norm(input, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
+        output = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
         if output is not None:
             return output
     return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
@@ -93,7 +103,7 @@ def rms_norm(
     if eps is None:
         eps = _default_eps(input)
     if not _is_compiling() and _library._backend in ("auto", "cpu"):
-        output = _direct.layer_norm(input, normalized_shape, weight, None, eps, False, _direct.LARGEST)
+        output = _direct.layer_norm(input, None, normalized_shape, weight, None, eps, False, _direct.LARGEST)
         if output is not None:
             return output
     return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
@@ -218,6 +228,8 @@ def _check(
             f"{op}: input must end in the dimensions normalized_shape = {shape} (at least one), "
             f"got shape {tuple(input.shape)}"
         )
+    if eps is None or isinstance(eps, str):
+        raise TypeError(f"{op}: eps must be a number >= 0, got {eps!r}")
     if not eps >= 0:
         raise ValueError(f"{op}: eps must be a number >= 0, got {eps}")
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -245,6 +257,8 @@ def _check_residual(op: str, input: Tensor, residual: Tensor, dropout_p: float) 
         )
     if residual.device != input.device:
         raise ValueError(f"{op}: residual must be on the input's device {input.device}, got {residual.device}")
+    if dropout_p is None or isinstance(dropout_p, str):
+        raise TypeError(f"{op}: dropout_p must be a probability, got {dropout_p!r}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{op}: dropout_p must be a probability, between 0 and 1, got {dropout_p}")
 
@@ -281,13 +295,11 @@ def _norm(
     shape = _check(op, input, normalized_shape, weight, bias, eps)
     if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's ops: float32 there, no change on CPU
         input, weight, bias = _widen(input), _widen(weight), _widen(bias)
-    flat, flat_weight, flat_bias = _matrices(shape, input, weight, bias)
+    arguments = (input, None, weight, bias, None, eps, 0.0, centred, len(shape))
     if backend_for(op, input) == "reference":
-        output = reference.layer_norm(flat, flat_weight, flat_bias, eps, centred)
-    else:
-        arguments = (flat, None, flat_weight, flat_bias, None, eps, 0.0, centred)
-        output = apply(_LayerNorm, _LayerNormEager, wants_gradient(input, weight, bias), *arguments)[0]
-    return output.view(input.shape)
+        return _formula(*arguments)
+    output: Tensor = apply(_LayerNorm, _LayerNormEager, wants_gradient(input, weight, bias), *arguments)[0]
+    return output
 
 
 def _add_norm(
@@ -302,25 +314,57 @@ def _add_norm(
     seed: Tensor | int | None,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
+    if dropout_p == 0 and residual is not None and not _is_compiling() and _library._backend in ("auto", "cpu"):
+        results = _direct.layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, _direct.LARGEST)
+        if results is not None:
+            return results
     shape = _check(op, input, normalized_shape, weight, bias, eps)
     _check_residual(op, input, residual, dropout_p)
-    seed = _check_seed(op, seed, input) if dropout_p > 0 else None
-    flat, flat_weight, flat_bias = _matrices(shape, input, weight, bias)
-    flat_residual = residual.reshape(flat.shape)
-    arguments = (flat, flat_residual, flat_weight, flat_bias, seed, eps, dropout_p, centred)
+    seed = _check_seed(op, seed, input) if dropout_p else None
+    arguments = (input, residual, weight, bias, seed, eps, dropout_p, centred, len(shape))
     if backend_for(op, input) == "reference":
-        output, total = reference.add_layer_norm(*arguments)
+        output, total = _formula(*arguments)
     else:
         differentiable = wants_gradient(input, residual, weight, bias)
         output, total, _, _ = apply(_LayerNorm, _LayerNormEager, differentiable, *arguments)
-    return output.view(input.shape), total.view(input.shape)
+    return output, total
 
 
-def _matrices(shape: tuple[int, ...], input: Tensor, *parameters: Tensor | None) -> Any:
-    """(rows, columns), and the parameters as (columns,)."""
-    columns = math.prod(shape)
-    rows = math.prod(input.shape[: input.dim() - len(shape)])
-    return input.reshape(rows, columns), *(None if p is None else p.reshape(columns) for p in parameters)
+def _matrix(t: Tensor, dims: int) -> Tensor:
+    """(rows, columns), the columns being the last `dims` dimensions."""
+    if dims == 1 and t.dim() == 2:
+        return t
+    split = t.dim() - dims
+    return t.reshape(math.prod(t.shape[:split]), math.prod(t.shape[split:]))
+
+
+def _vector(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.dim() == 1 else t.reshape(-1)
+
+
+def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """A kernel's result in the caller's shape; not as a view, because nothing else holds it."""
+    return t if t.shape == shape else torch.ops.aten._unsafe_view.default(t, shape)
+
+
+def _formula(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    centred: bool,
+    dims: int,
+) -> Any:
+    """The reference on tensors of any shape: the output, and the sum when there is a residual."""
+    arguments = (_vector(weight), _vector(bias))
+    if residual is None:
+        return reference.layer_norm(_matrix(input, dims), *arguments, eps, centred).reshape(input.shape)
+    matrices = (_matrix(input, dims), _matrix(residual, dims))
+    results = reference.add_layer_norm(*matrices, *arguments, seed, eps, dropout_p, centred)
+    return tuple(t.reshape(input.shape) for t in results)
 
 
 def _widen(t: Any) -> Any:
@@ -331,9 +375,10 @@ def _widen(t: Any) -> Any:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """(rows, columns) -> output, sum, mean, rstd. Backward is a Function again, so that it can be differentiated.
+    """Tensors of any shape -> output, sum, mean, rstd. Backward is a Function again, so that it can be differentiated.
 
-    Without a residual, `sum` is empty: what was normalised is the input.
+    Without a residual, `sum` is empty: what was normalised is the input. The kernels see matrices; everything outside
+    of the Function has the caller's shapes, so that a gradient that two arguments share is one tensor, as in torch.
     """
 
     generate_vmap_rule = True
@@ -348,46 +393,54 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         dropout_p: float,
         centred: bool,
+        dims: int,
     ) -> Any:
-        return kernel("layer_norm_fwd", input)(input, residual, weight, bias, seed, eps, dropout_p, centred)
+        matrices = (_matrix(input, dims), None if residual is None else _matrix(residual, dims))
+        output, total, mean, rstd = kernel("layer_norm_fwd", input)(
+            *matrices, _vector(weight), _vector(bias), seed, eps, dropout_p, centred
+        )
+        return _shaped(output, input.shape), total if residual is None else _shaped(total, input.shape), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         input, residual, weight, bias, seed, *ctx.options = inputs
         _, total, mean, rstd = output
-        ctx.added = residual is not None
-        ctx.mark_non_differentiable(mean, rstd, *(() if ctx.added else (total,)))
+        ctx.added, ctx.dropped = residual is not None, seed is not None
+        # A sum of two constants is one, unless forward mode differentiates it, which `needs_input_grad` does not tell.
+        fixed = not ctx.added or not (any(ctx.needs_input_grad[:2]) or transforms_active())
+        ctx.mark_non_differentiable(mean, rstd, *((total,) if fixed else ()))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total if ctx.added else input, weight, bias, mean, rstd, seed)
         ctx.save_for_forward(input, residual, weight, bias, seed)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, *_: Any) -> Any:
-        normalised, weight, bias, mean, rstd, seed = ctx.saved_tensors
         needs = ctx.needs_input_grad
+        if grad_output is None and not ctx.dropped:  # the sum alone was used, or nothing
+            return grad_sum if needs[0] else None, grad_sum if needs[1] else None, *[None] * 7
+        normalised, weight, bias, mean, rstd, seed = ctx.saved_tensors
         if grad_output is None:
-            grad_output = torch.zeros_like(normalised)
+            _, dropout_p, _, dims = ctx.options
+            grad = None if grad_sum is None else dropout(_matrix(grad_sum, dims), seed, dropout_p)
+            grad = None if grad is None else grad.reshape(normalised.shape)
+            return grad if needs[0] else None, grad_sum if needs[1] else None, *[None] * 7
         grad_residual, grad_input, grad_weight, grad_bias = apply(
             _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
             grad_output, grad_sum if ctx.added else None, normalised, weight, bias, mean, rstd, seed, *ctx.options,
             needs[2], needs[3],
         )  # fmt: skip
-        grads = (grad_residual if seed is None else grad_input, grad_residual, grad_weight, grad_bias)
-        return *(g if needed else None for g, needed in zip(grads, needs, strict=False)), None, None, None, None
+        grads = (grad_input if ctx.dropped else grad_residual, grad_residual, grad_weight, grad_bias)
+        return *(g if needed else None for g, needed in zip(grads, needs, strict=False)), *[None] * 5
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
         input, residual, weight, bias, seed = ctx.saved_tensors
-        options = ctx.options
-        if residual is None:
-            eps, _, centred = options
-            inputs = (input, weight, bias, eps, centred)
-            return tangents(reference.layer_norm, inputs, (input_tangents[0], *input_tangents[2:4])), None, None, None
 
-        def outputs(input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-            return reference.add_layer_norm(input, residual, weight, bias, seed, *options)
+        def outputs(input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Any:
+            return _formula(input, residual, weight, bias, seed, *ctx.options)
 
-        return *tangents(outputs, (input, residual, weight, bias), input_tangents[:4]), None, None
+        found = tangents(outputs, (input, residual, weight, bias), input_tangents[:4])
+        return (found, None, None, None) if residual is None else (*found, None, None)
 
 
 class _LayerNormBackward(torch.autograd.Function):
@@ -411,15 +464,22 @@ class _LayerNormBackward(torch.autograd.Function):
         eps: float,
         dropout_p: float,
         centred: bool,
+        dims: int,
         need_weight: bool,
         need_bias: bool,
     ) -> Any:
+        grads = (_matrix(grad_output, dims), None if grad_sum is None else _matrix(grad_sum, dims))
         grad_residual, grad_input, grad_weight, grad_bias = kernel("layer_norm_bwd", input)(
-            grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, centred, need_weight, need_bias
+            *grads, _matrix(input, dims), mean, rstd, _vector(weight), seed, dropout_p, centred, need_weight, need_bias
         )
         # The sums come in the accumulation dtype: each is rounded once, to its own parameter's.
-        grad_weight = grad_weight if weight is None else grad_weight.to(weight.dtype)
-        return grad_residual, grad_input, grad_weight, grad_bias if bias is None else grad_bias.to(bias.dtype)
+        if weight is not None and need_weight:
+            grad_weight = _shaped(grad_weight, weight.shape).to(weight.dtype)
+        if bias is not None and need_bias:
+            grad_bias = _shaped(grad_bias, bias.shape).to(bias.dtype)
+        if seed is not None:
+            grad_input = _shaped(grad_input, input.shape)
+        return _shaped(grad_residual, input.shape), grad_input, grad_weight, grad_bias
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -430,18 +490,22 @@ class _LayerNormBackward(torch.autograd.Function):
     @staticmethod
     def formula(ctx: Any) -> Any:
         *inputs, seed = ctx.saved_tensors
-        eps, dropout_p, centred, need_weight, need_bias = ctx.options
+        eps, dropout_p, centred, dims, need_weight, need_bias = ctx.options
+
+        def norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+            return _formula(input, None, weight, bias, None, eps, 0.0, centred, dims)
 
         def grads(
             grad_output: Tensor, grad_sum: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None
         ) -> Any:
-            of_norm = (input, weight, bias, eps, centred)
-            total, grad_weight, grad_bias, *_ = gradients(reference.layer_norm, of_norm, grad_output)
+            total, grad_weight, grad_bias = gradients(norm, (input, weight, bias), grad_output)
             assert total is not None
             if grad_sum is not None:
                 total = total + grad_sum
             empty = input.new_empty(0)
-            grad_input = empty if seed is None else dropout(total, seed, dropout_p)
+            grad_input = empty
+            if seed is not None:
+                grad_input = dropout(_matrix(total, dims), seed, dropout_p).reshape(input.shape)
             return total, grad_input, grad_weight if need_weight else empty, grad_bias if need_bias else empty
 
         return grads, inputs
@@ -449,7 +513,7 @@ class _LayerNormBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         grads, inputs = _LayerNormBackward.formula(ctx)
-        return *gradients(grads, inputs, cotangents), *[None] * 8
+        return *gradients(grads, inputs, cotangents), *[None] * 9
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
@@ -457,24 +521,28 @@ class _LayerNormBackward(torch.autograd.Function):
         return tangents(grads, inputs, input_tangents[:5])
 
 
-def backward_of_input(
+def backward_by_op(
     grad_output: Tensor,
+    grad_sum: Tensor | None,
     inputs: Sequence[Any],
     eps: float,
     centred: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of a norm over the last dimension that kept (input, weight, bias) alone; differentiable again."""
-    input, weight, bias = inputs
-    flat = input.reshape(-1, input.shape[-1])
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of a norm over the last dimension that kept only what it normalised, weight and bias.
+
+    They are differentiable again.
+    """
+    normalised, weight, bias = inputs
     with torch.no_grad():
-        _, _, mean, rstd = kernel("layer_norm_fwd", input)(flat, None, None, None, None, eps, 0.0, centred)
-    grad_input, _, grad_weight, grad_bias = apply(
+        flat = _matrix(normalised, 1)
+        _, _, mean, rstd = kernel("layer_norm_fwd", flat)(flat, None, None, None, None, eps, 0.0, centred)
+    grad, _, grad_weight, grad_bias = apply(
         _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
-        grad_output.reshape(flat.shape), None, flat, weight, bias, mean, rstd, None, eps, 0.0, centred, *needs[1:],
+        grad_output, grad_sum, normalised, weight, bias, mean, rstd, None, eps, 0.0, centred, 1, need_weight, need_bias,
     )  # fmt: skip
-    grads = (grad_input.view(input.shape), grad_weight, grad_bias)
-    return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True))
+    return grad, grad_weight if need_weight else None, grad_bias if need_bias else None
 
 
 _LayerNormEager, _LayerNormBackwardEager = eager(_LayerNorm), eager(_LayerNormBackward)
