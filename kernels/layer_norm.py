@@ -492,21 +492,27 @@ _COLUMNS_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}
 _REDUCE_BLOCK = {"BLOCK_M": 32, "BLOCK_N": 64}
 
 
-def _row_block(n: int, dtype: torch.dtype, longest: int, aligned: bool) -> tuple[dict[str, int], int]:
+def _row_block(
+    n: int, dtype: torch.dtype, longest: int, aligned: bool, backward: bool = False, dropped: bool = False
+) -> tuple[dict[str, int], int]:
     """The tile of whole rows of n columns, and its warps; ({}, 0) for rows of more than `longest` bytes.
 
     A row is one block of the next power of two; or, where that leaves more than 15 % of the lanes empty, 3 blocks of a
-    quarter of it, else up to 7 of an eighth. The longest rows are always split: see above.
+    quarter of it, else up to 7 of an eighth. The longest rows are always split: see above. Backward, 4096 floats are
+    split too, and with dropout every row, in a smaller tile: else ptxas aims at 128 registers on sm_100 and spills 8 to
+    16 bytes.
     """
     size = accumulator(dtype).itemsize
     power = max(16, triton.next_power_of_2(n))
     if power * size > longest:
         return {}, 0
-    first = 1 if power * size <= _TILE else 4
+    first = 1 if power * size < _TILE or (power * size == _TILE and not backward) else 4
     blocks = [power // parts for parts in (first, 4, 8) if parts == first or power // parts >= _NARROWEST]
     block_n = next((block for block in blocks if 0.85 * block * triton.cdiv(n, block) <= n), blocks[-1])
     chunks = triton.cdiv(n, block_n)
     tile = _TILE * 3 // 2 if aligned else _TILE  # 3 chunks of 8 elements a thread: 16-byte loads of bf16
+    if backward and dropped and chunks == 1 and block_n // 4 >= _NARROWEST:
+        block_n, chunks, tile = block_n // 4, 4, _TILE // 2
     fits = max(1, tile // (chunks * block_n * size))
     block = {"BLOCK_M": min(64, 1 << fits.bit_length() - 1), "BLOCK_N": block_n, "CHUNKS": chunks}
     return block, 8
@@ -561,7 +567,9 @@ def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
     constants = _constants(input, grad_output, grad_sum)
     # Four more tiles live here than in the forward kernel: single elements and doubles then spill half as far out.
     roomy = constants["ALIGNED"] and acc == torch.float32
-    block, warps = _row_block(n, input.dtype, _LONGEST if roomy else _LONGEST // 2, constants["ALIGNED"])
+    block, warps = _row_block(
+        n, input.dtype, _LONGEST if roomy else _LONGEST // 2, constants["ALIGNED"], True, seed is not None
+    )
     tile = (block or _COLUMNS_BLOCK)["BLOCK_M"]
     parts = min(triton.cdiv(m, tile), programs)
     partials = [input.new_empty((parts, n), dtype=acc) if need else None for need in (need_weight, need_bias)]
