@@ -131,12 +131,23 @@ def test_command_line_names_every_op():
 # ---- torch.compile around a transform -------------------------------------------------------------------------------
 
 
-def test_compiled_transforms_keep_their_derivatives():
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: seqkern.layer_norm(x, (8,)),
+        lambda x: seqkern.add_rms_norm(x, x.sin(), (8,))[0],
+        lambda x: seqkern.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda x: seqkern.lstm(x[:, None], None, [torch.ones(32, 8), torch.ones(32, 8)])[0],
+    ],
+    ids=["layer_norm", "add_rms_norm", "attention", "lstm"],
+)
+def test_compiled_transforms_keep_their_derivatives(op):
     """The compiler drops the backward of a Function inside func.grad: the ops refuse, and eager takes over."""
     x = torch.randn(3, 8)
+    torch._dynamo.reset()
 
     def loss(x):
-        return seqkern.layer_norm(x, (8,)).sin().sum()
+        return op(x).sin().sum() + op(x.cos()).sum()
 
     gradient = torch.func.grad(loss)
     torch.testing.assert_close(torch.compile(gradient, backend="eager")(x), gradient(x))

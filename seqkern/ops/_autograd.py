@@ -6,6 +6,7 @@ differentiated with torch.func, which can be differentiated again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,12 +72,18 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
+@functools.cache
+def _uncompiled() -> Any:
+    """Calls a function out of the compiler's sight: frame by frame it fails on tensors that a transform has wrapped."""
+    return torch.compiler.disable(lambda function, *args: function(*args))
+
+
 def apply(
     function: type[torch.autograd.Function], eager: type[torch.autograd.Function], differentiable: bool, *args: Any
 ) -> Any:
     """function(*args) by the shortest way: through the Function for transforms, its eager twin, or the kernel alone."""
     if transforms_active():
-        return function.apply(*args)
+        return _uncompiled()(function.apply, *args)
     if differentiable:
         return eager.apply(*args)
     return function.forward(*args)

@@ -65,7 +65,9 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
         True
     """
-    if not _is_compiling() and _library._backend in ("auto", "cpu"):
+    if _is_compiling():
+        transforms_active()  # refuses before the compiler looks at a tensor
+    elif _library._backend in ("auto", "cpu"):
         output = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
         if output is not None:
             return output
@@ -100,6 +102,8 @@ def rms_norm(
         >>> torch.allclose(seqkern.rms_norm(x, (8,)), torch.nn.functional.rms_norm(x, (8,)), atol=1e-6)
         True
     """
+    if _is_compiling():
+        transforms_active()  # refuses before the compiler looks at a tensor
     if eps is None:
         eps = _default_eps(input)
     if not _is_compiling() and _library._backend in ("auto", "cpu"):
@@ -186,7 +190,6 @@ def add_rms_norm(
         >>> torch.allclose(y, seqkern.rms_norm(x, (8,)))
         True
     """
-    eps = _default_eps(input) if eps is None else eps
     dropped = dropout_p if training else 0.0
     return _add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False)
 
@@ -214,7 +217,7 @@ def _default_eps(input: Tensor) -> float:
 
 
 def _check(
-    op: str, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    op: str, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: Any
 ) -> tuple[int, ...]:
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: input must be a tensor, got {type(input).__name__}")
@@ -247,6 +250,7 @@ def _check(
 
 
 def _check_residual(op: str, input: Tensor, residual: Tensor, dropout_p: float) -> None:
+    transforms_active()  # refuses before the compiler looks at a tensor, when it compiles this function alone
     if not isinstance(residual, Tensor):
         raise TypeError(f"{op}: residual must be a tensor, got {type(residual).__name__}")
     if residual.dtype != input.dtype:
@@ -309,12 +313,16 @@ def _add_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
+    eps: Any,
     dropout_p: float,
     seed: Tensor | int | None,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    if dropout_p == 0 and residual is not None and not _is_compiling() and _library._backend in ("auto", "cpu"):
+    if _is_compiling():
+        transforms_active()  # refuses before the compiler looks at a tensor
+    if eps is None and not centred:
+        eps = _default_eps(input)
+    if not _is_compiling() and dropout_p == 0 and residual is not None and _library._backend in ("auto", "cpu"):
         results = _direct.layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, _direct.LARGEST)
         if results is not None:
             return results
@@ -415,6 +423,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, *_: Any) -> Any:
+        transforms_active()  # refuses to be compiled inside a transform, before the compiler looks at a gradient
         needs = ctx.needs_input_grad
         if grad_output is None and not ctx.dropped:  # the sum alone was used, or nothing
             return grad_sum if needs[0] else None, grad_sum if needs[1] else None, *[None] * 7
