@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from seqkern.reference.attention_scores import attention_scores, for_query_heads
+from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.dropout import keep_mask
 
 
@@ -32,22 +31,14 @@ def attention(
 
     query (B, H, Nq, D); key and value (B, Hk, Nk, D or Dv), H a multiple of Hk: consecutive query heads share a key
     head (Ainslie et al. 2023). attn_mask broadcasts to (B, H, Nq, Nk), bool or added; key_lengths (B,); alibi_slopes
-    (B, H) or (H,); sinks (H,): a score of every query that has no value (Xiao et al. 2023). With a seed, weights are
-    dropped; `rows` (B, H, Nq) are the rows of the dropout matrix, by default counted.
+    (B, H) or (H,); sinks (H,), see `attention_weights`. With a seed, weights are dropped; `rows` (B, H, Nq) are the rows
+    of the dropout matrix, by default counted.
 
     Returns the output (B, H, Nq, Dv) in the query's dtype and the log-sum-exp (B, H, Nq), float32 or wider. A query
     that sees nothing has output 0 and log-sum-exp -inf.
     """
     z = attention_scores(query, key, attn_mask, key_lengths, alibi_slopes, diagonal, left, right, scale, softcap)
-    sink = z.new_full((1, 1, 1), -math.inf) if sinks is None else sinks.to(z.dtype)[:, None, None]
-    scores = torch.cat([z, sink.expand(*z.shape[:3], 1)], -1)
-    # The softmax does not depend on what is subtracted from a row: the row's maximum, so that exp cannot overflow.
-    largest = scores.detach().amax(-1, keepdim=True)
-    exponentials = torch.exp(scores - largest.masked_fill(largest == -math.inf, 0))
-    denominator = exponentials.sum(-1, keepdim=True)
-    denominator = denominator.masked_fill(denominator == 0, 1)
-    lse = (largest + denominator.log()).squeeze(-1)
-    weights = exponentials[..., :-1] / denominator
+    weights, lse = attention_weights(z, sinks)
     if seed is not None:
         kept = keep_mask(seed, dropout_p, lse.numel() if rows is None else rows.flatten(), z.shape[-1]).view(z.shape)
         weights = torch.where(kept, weights / (1 - dropout_p) if dropout_p < 1 else weights, 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def for_query_heads(t: Tensor, heads: int, lengths: Tensor | None) -> Tensor:
-    """Keys or values, (B, Hk, Nk, D), for each of the query heads; what is beyond the lengths is not read, be it NaN."""
+    """Keys or values (B, Hk, Nk, D) for each of the query heads; what is beyond the lengths is not read, be it NaN."""
     if lengths is not None:
         beyond = torch.arange(t.shape[2], device=t.device)[:, None] >= lengths[:, None, None, None]
         t = t.masked_fill(beyond, 0)
@@ -31,8 +31,9 @@ def attention_scores(
     """z = c tanh(scale q.k / c) - slope |i + diagonal - j| + mask where query i sees key j, -inf elsewhere.
 
     It sees the keys i + diagonal - left <= j <= i + diagonal + right that are within the length and that a bool mask
-    does not hide. A negative `left` or `right` is no limit, a softcap c of 0 is none, and the default scale is
-    1 / sqrt(D). Shapes as in `attention`; returns (B, H, Nq, Nk), float32 or wider.
+    does not hide. A negative `left` or `right` is no limit, a softcap c of 0 is none, the default scale is 1 / sqrt(D),
+    and the diagonal is a number or, with one for every sequence, head or query, broadcasts to (B, H, Nq, 1). Shapes as
+    in `attention`; returns (B, H, Nq, Nk), float32 or wider.
 
     Source: softcap: Gemma 2, 2024; slopes: Press, Smith and Lewis, "Train Short, Test Long", 2022; left and right:
     Beltagy, Peters and Cohan, "Longformer", 2020.
@@ -42,8 +43,7 @@ def attention_scores(
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     i, j = (torch.arange(t.shape[2], device=t.device) for t in (query, key))
-    offset = torch.as_tensor(diagonal, device=z.device).reshape(-1, 1, 1, 1)  # of every sequence, or one for all
-    distance = i[:, None] + offset - j
+    distance = i[:, None] + diagonal - j
     if alibi_slopes is not None:
         z = z - alibi_slopes[..., None, None].to(z.dtype) * distance.abs()
     visible = ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
