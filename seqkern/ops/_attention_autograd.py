@@ -303,7 +303,7 @@ class _Blocks:
             mask = block.take("mask", self.hidden)
         lengths = None if self.lengths is None else self.lengths[block.sequence]
         return reference.attention(
-            query, key, value, mask, lengths, *slopes_and_sinks, self.seed, block.diagonal, *self.numbers, rows
+            query, key, value, mask, lengths, *slopes_and_sinks, self.seed, block.diagonal, *self.numbers, rows=rows
         )
 
     def map(

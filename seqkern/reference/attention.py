@@ -31,8 +31,8 @@ def attention(
 
     query (B, H, Nq, D); key and value (B, Hk, Nk, D or Dv), H a multiple of Hk: consecutive query heads share a key
     head (Ainslie et al. 2023). attn_mask broadcasts to (B, H, Nq, Nk), bool or added; key_lengths (B,); alibi_slopes
-    (B, H) or (H,); sinks (H,), see `attention_weights`. With a seed, weights are dropped; `rows` (B, H, Nq) are the rows
-    of the dropout matrix, by default counted.
+    (B, H) or (H,); sinks (H,), see `attention_weights`. With a seed, weights are dropped; `rows` (B, H, Nq) are the
+    rows of the dropout matrix, by default counted.
 
     Returns the output (B, H, Nq, Dv) in the query's dtype and the log-sum-exp (B, H, Nq), float32 or wider. A query
     that sees nothing has output 0 and log-sum-exp -inf.
