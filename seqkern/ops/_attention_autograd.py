@@ -217,7 +217,7 @@ def _grad_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Ten
 # Rows of the output depend on their own queries and on all keys, so a block of queries has derivatives of its own;
 # those of keys, values, slopes and sinks are sums over the blocks. No more than a block's scores are held at once.
 
-_SCORES = 1 << 18  # elements of a block's score matrix; a block has 32 queries at least
+_SCORES, _QUERIES = 1 << 18, 32  # a block has so many elements in its score matrix, but so many queries at least
 
 _COTANGENTS = ("row", "row")
 _INPUTS = ("row", "key", "key", "mask", "slopes", "sinks")
@@ -277,7 +277,7 @@ class _Blocks:
             if lower_right:
                 lengths = None if self.lengths is None else self.lengths[own]
                 offset = diagonal + _lengths(lengths, last_key - first_key) - (last - first)
-            step = max(_SCORES // max(batch * heads * (last_key - first_key), 1), 32)
+            step = max(_SCORES // max(batch * heads * (last_key - first_key), 1), _QUERIES)
             self.sequences.append(
                 [
                     _Block(
