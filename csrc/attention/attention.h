@@ -135,17 +135,20 @@ SK_DECLARE_KERNEL_TABLE(AttentionKernels, attention_kernels)
 namespace {
 
 struct Range {
-  int64_t begin, end;  // empty when begin >= end
+  int64_t begin, end;  // empty: 0, 0
 };
+inline Range intersection(int64_t begin, int64_t end, int64_t length) {
+  begin = begin > 0 ? begin : 0;
+  end = end < length ? end : length;
+  return begin < end ? Range{begin, end} : Range{0, 0};
+}
 // Keys that a query of [first, end) sees.
 inline Range visible_range(const AttentionSequence& s, int64_t first, int64_t end) {
-  const int64_t from = first + s.lower, to = end + s.upper;
-  return {from > 0 ? from : 0, to < s.keys ? to : s.keys};
+  return intersection(first + s.lower, end + s.upper, s.keys);
 }
 // Queries that see a key of [first, end).
 inline Range seeing_range(const AttentionSequence& s, int64_t first, int64_t end) {
-  const int64_t from = first - s.upper, to = end - s.lower;
-  return {from > 0 ? from : 0, to < s.queries ? to : s.queries};
+  return intersection(first - s.upper, end - s.lower, s.queries);
 }
 
 }  // namespace
