@@ -53,6 +53,11 @@ def _lengths(key_lengths: Tensor | None, rows: int) -> Any:
     return rows if key_lengths is None else key_lengths.clamp(0, rows)[:, None, None, None]
 
 
+def _owned(t: Tensor, packed: bool) -> Tensor:
+    """A kernel's result, not as the view that it is of packed sequences: nothing else holds its memory."""
+    return torch.ops.aten._unsafe_view.default(t, t.shape) if packed else t
+
+
 # ---- autograd -----------------------------------------------------------------------------------------------------
 
 
@@ -63,7 +68,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(query: Tensor, *rest: Any) -> Any:
-        return kernel("attention_fwd", query)(query, *rest)
+        out, lse = kernel("attention_fwd", query)(query, *rest)
+        return _owned(out, rest[3] is not None), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -122,7 +128,7 @@ class _AttentionBackward(torch.autograd.Function):
         grad_query, grad_key, grad_value, grad_mask, grad_distance = kernel("attention_bwd", query)(
             grad_out, grad_lse, query, key, value, out, lse, *others, seed, *numbers, need_mask, need_slopes
         )
-        results = [grad_query, grad_key, grad_value]
+        results = [_owned(t, others[1] is not None) for t in (grad_query, grad_key, grad_value)]
         if need_mask:
             results.append(grad_mask)
         if need_slopes:
@@ -190,7 +196,7 @@ def _sum_of_rows(t: Tensor) -> Tensor:
     length = 1024
     pieces = (t.shape[-1] + length - 1) // length
     padded = F.pad(t, (0, pieces * length - t.shape[-1]))
-    return padded.unflatten(-1, (pieces, length)).sum(-1, dtype=torch.float64).sum(-1)
+    return padded.reshape(*t.shape[:-1], pieces, length).sum(-1, dtype=torch.float64).sum(-1)
 
 
 def _sum_of_sequences(distance: Tensor, query_starts: Tensor | None) -> Tensor:
