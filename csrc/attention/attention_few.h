@@ -1,0 +1,163 @@
+// Few queries against many keys: decoding. All query rows that share a key head lie side by side in one vector or a few
+// of lanes, so that every key and value is read once for the group; the keys are cut into chunks, each worked on alone.
+//
+// With o_c, m_c, l_c the sums, maximum and denominator of chunk c: m = max m_c, O = sum_c exp(m_c - m) o_c / sum_c
+// exp(m_c - m) l_c, in the order of the chunks (Dao et al. 2023, "Flash-Decoding").
+#pragma once
+
+#include "attention_scores.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+constexpr int64_t kFewRows = 16, kFewKeys = 512;
+
+template <class A>
+struct FewScratch {
+  A *query_t, *scores, *key, *value, *max, *sum;
+  int64_t *first, *end;  // the keys that a lane sees
+  Lanes<A>* lanes;
+  int64_t elements;
+  SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
+    Arena<A> arena{static_cast<A*>(memory)};
+    query_t = arena.take(s.head_dim * kFewRows);
+    scores = arena.take(kFewKeys * kFewRows);
+    key = arena.take(kBlockK * round_up<A>(s.head_dim));
+    value = arena.take(kBlockK * round_up<A>(s.value_dim));
+    max = arena.take(kFewRows);
+    sum = arena.take(kFewRows);
+    first = reinterpret_cast<int64_t*>(arena.take(kFewRows * 8 / sizeof(A)));
+    end = reinterpret_cast<int64_t*>(arena.take(kFewRows * 8 / sizeof(A)));
+    lanes = reinterpret_cast<Lanes<A>*>(arena.take(kLanesElements<A>));
+    elements = arena.used;
+  }
+};
+
+// A chunk's part of the result.
+template <class A>
+struct FewPartial {
+  A *max, *sum, *out;
+  int64_t width, elements;
+  SK_INLINE FewPartial(const AttentionShape& s, const void* memory) {
+    Arena<A> arena{static_cast<A*>(const_cast<void*>(memory))};
+    width = round_up<A>(s.value_dim);
+    max = arena.take(kFewRows);
+    sum = arena.take(kFewRows);
+    out = arena.take(kFewRows * width);
+    elements = arena.used;
+  }
+};
+
+template <class T>
+void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* memory) {
+  using A = acc_t<T>;
+  const AttentionShape& s = p.shape;
+  const FewScratch<A> t(s, memory);
+  const FewPartial<A> to(s, partial);
+  const int64_t queries = p.sequence.queries, rows = p.heads * queries, lanes = round_up<A>(rows);
+  const Range seen = visible_range(p.sequence, 0, queries);
+  const int64_t k0 = chunk * kFewKeys, begin = max(0, seen.begin - k0), end = min(kFewKeys, seen.end - k0);
+
+  for (int64_t head = 0; head < p.heads; ++head) {
+    const int64_t lane = head * queries;
+    const T* query = static_cast<const T*>(p.query.data) + head * p.query_head_stride;
+    // The last head clears the lanes that are left.
+    transpose(query, p.query.stride, queries, head + 1 < p.heads ? queries : lanes - lane, s.head_dim,
+              static_cast<A>(s.scale), t.query_t + lane, kFewRows);
+    fill_lanes(s, p.sequence, p.bias, head, 0, queries, lane, t.lanes);
+    for (int64_t i = 0; i < queries; ++i) {
+      const Range range = visible_range(p.sequence, i, i + 1);
+      t.first[lane + i] = max(0, range.begin - k0);
+      t.end[lane + i] = min(end, range.end - k0);
+    }
+  }
+  for (int64_t q = 0; q < lanes; ++q) {
+    t.max[q] = -kInfinity<A>;
+    t.sum[q] = 0;
+  }
+  int64_t all_first = 0, all_end = end;  // what every lane sees
+  for (int64_t q = 0; q < rows; ++q) {
+    all_first = max(all_first, t.first[q]);
+    all_end = min(all_end, t.end[q]);
+  }
+
+  bool any = false;
+  if (begin < end && !mask_hides_tile(s, *t.lanes, k0, begin, end)) {
+    for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
+      const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
+      const Tile<A> key = plain_rows(at<T>(p.key, k0 + from), p.key.stride, keys, s.head_dim, t.key);
+      for (int64_t q = 0; q < lanes; q += W<A>)
+        gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kFewRows,
+                t.scores + from * kFewRows + q, kFewRows, false);
+    }
+    const Part part{begin, end, 0, lanes};
+    if (modified(s)) modify_scores(s, *t.lanes, k0, part, t.scores, kFewRows);
+    for (int64_t q = 0; q < rows; ++q) {
+      for (int64_t k = begin; k < min(t.first[q], end); ++k) t.scores[k * kFewRows + q] = -kInfinity<A>;
+      for (int64_t k = max(begin, t.end[q]); k < end; ++k) t.scores[k * kFewRows + q] = -kInfinity<A>;
+    }
+    A* scores = t.scores + begin * kFewRows;
+    for (int64_t q = 0; q < lanes; q += W<A>) {
+      update_max<A, 1>(scores + q, kFewRows, end - begin, t.max + q);
+      exponentials<A, 1>(scores + q, kFewRows, end - begin, t.max + q, t.sum + q);
+    }
+    if (s.dropout.active) drop(s.dropout, *t.lanes, k0, part, t.scores, kFewRows);
+
+    for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
+      const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
+      const Tile<A> v = padded_rows(at<T>(p.value, k0 + from), p.value.stride, keys, s.value_dim, t.value);
+      if (all_first <= from && from + keys <= all_end) {
+        gemm<A>(rows, to.width, keys, t.scores + from * kFewRows, 1, kFewRows, v.data, v.stride, to.out, to.width, any);
+      } else {  // a value that a lane does not see must not reach it, not even times 0
+        for (int64_t q = 0; q < rows; ++q) {
+          const int64_t first = clamp(t.first[q], from, from + keys), last = clamp(t.end[q], first, from + keys);
+          gemm<A>(1, to.width, last - first, t.scores + first * kFewRows + q, 1, kFewRows,
+                  v.data + (first - from) * v.stride, v.stride, to.out + q * to.width, to.width, any);
+        }
+      }
+      any = true;
+    }
+  }
+  for (int64_t i = 0; !any && i < rows * to.width; ++i) to.out[i] = 0;
+  for (int64_t q = 0; q < rows; ++q) {
+    to.max[q] = t.max[q];
+    to.sum[q] = t.sum[q];
+  }
+}
+
+template <class T>
+void few_combine_rows(const AttentionForward& p, const void* partials, int64_t chunks) {
+  using A = acc_t<T>;
+  const AttentionShape& s = p.shape;
+  const int64_t bytes = FewPartial<A>(s, nullptr).elements * static_cast<int64_t>(sizeof(A));
+  const auto part = [&](int64_t chunk) { return FewPartial<A>(s, static_cast<const char*>(partials) + chunk * bytes); };
+  for (int64_t head = 0; head < p.heads; ++head) {
+    const A sink = p.sinks ? static_cast<const A*>(p.sinks)[head] : -kInfinity<A>;
+    for (int64_t i = 0; i < p.sequence.queries; ++i) {
+      const int64_t q = head * p.sequence.queries + i;
+      A most = sink;
+      for (int64_t c = 0; c < chunks; ++c) most = part(c).max[q] > most ? part(c).max[q] : most;
+      const A shift = most == -kInfinity<A> ? A(0) : most;
+      const auto weight = [&](A max) { return exp_nonpositive<A>(broadcast<A>(max - shift)); };
+      A sum = weight(sink)[0];
+      for (int64_t c = 0; c < chunks; ++c) sum += weight(part(c).max[q])[0] * part(c).sum[q];
+      const A inverse = sum == 0 ? A(0) : A(1) / sum;
+      T* out = static_cast<T*>(p.out.data) + head * p.out_head_stride + i * p.out.stride;
+      for (int64_t column = 0; column < s.value_dim; column += W<A>) {
+        Vec<A> total = {};
+        for (int64_t c = 0; c < chunks; ++c) {
+          const FewPartial<A> from = part(c);
+          total += weight(from.max[q]) * load(from.out + q * from.width + column);
+        }
+        store_upto(out + column, total * inverse, s.value_dim - column);
+      }
+      static_cast<A*>(p.lse)[head * p.lse_head_stride + i] =
+          sum == 0 ? -kInfinity<A> : most + static_cast<A>(__builtin_log(sum));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern
