@@ -142,7 +142,7 @@ void keys_block(const AttentionBackward& p, int64_t query_block, int64_t key_blo
     if (s.value_dim == value_width) grad_out = {at<T>(p.grad_out, g.q0), p.grad_out.stride};
   }
   bool accumulate = !first;
-  if (first && (g.crossed || !visible)) {  // some of its rows are not written below
+  if (first && (g.crossed || g.keys < keys || !visible)) {  // some of its rows are not written below
     for (int64_t k = 0; k < keys; ++k) {
       for (int64_t c = 0; c < head_width; c += W<A>) store(key_sum + k * key_stride + c, Vec<A>{});
       for (int64_t c = 0; c < value_width; c += W<A>) store(value_sum + k * value_stride + c, Vec<A>{});
