@@ -40,6 +40,8 @@ SLICES = {
 FUNCTIONS = {
     "scaled_dot_product_attention": "attention",
     "attention": "attention",
+    "attention_varlen": "attention",
+    "attention_decode": "attention",
     "layer_norm": "layer_norm",
     "rms_norm": "layer_norm",
     "add_layer_norm": "layer_norm",
