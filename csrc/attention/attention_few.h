@@ -12,16 +12,19 @@ namespace SK_TIER {
 namespace {
 
 constexpr int64_t kFewRows = 16, kFewKeys = 512;
+// Up to so many rows, scores are sums along the keys' rows; beyond, a product with one vector of lanes is faster,
+// though it takes as long for one row as for 16.
+constexpr int64_t kDotRows = 8;
 
 template <class A>
 struct FewScratch {
-  A *query_t, *scores, *key, *value, *max, *sum;
-  int64_t *first, *end;  // the keys that a lane sees
+  A *query, *query_t, *scores, *key, *value, *max, *sum;  // query: one of (rows, dim) and (dim, rows)
+  int64_t *first, *end;                                   // the keys that a lane sees
   Lanes<A>* lanes;
   int64_t elements;
   SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
     Arena<A> arena{static_cast<A*>(memory)};
-    query_t = arena.take(s.head_dim * kFewRows);
+    query = query_t = arena.take(round_up<A>(s.head_dim) * kFewRows);
     scores = arena.take(kFewKeys * kFewRows);
     key = arena.take(kBlockK * round_up<A>(s.head_dim));
     value = arena.take(kBlockK * round_up<A>(s.value_dim));
@@ -49,6 +52,53 @@ struct FewPartial {
   }
 };
 
+// Lane i of the result is the sum of the lanes of v[i].
+template <class A>
+SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
+#pragma GCC unroll 4
+  for (int step = 1; step < W<A>; step *= 2) {
+    IVec<A> lower, upper;
+    for (int i = 0; i < W<A>; ++i) {
+      lower[i] = i & step ? W<A> + i - step : i;
+      upper[i] = i & step ? W<A> + i : i + step;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W<A>; i += 2 * step)
+      v[i] = __builtin_shuffle(v[i], v[i + step], lower) + __builtin_shuffle(v[i], v[i + step], upper);
+  }
+  return v[0];
+}
+
+// scores[k, row] = sum_d key[k, d] query[row, d]. `query` is padded with zeros to whole vectors.
+template <class T, class A = acc_t<T>>
+void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, A* scores) {
+  const int64_t padded = round_up<A>(dim), whole = dim / W<A> * W<A>;
+  for (int64_t k = 0; k < keys; k += W<A>) {
+    const int64_t count = min(W<A>, keys - k);
+    for (int64_t row = 0; row < rows; ++row) {
+      const A* q = query + row * padded;
+      Vec<A> sums[W<A>] = {};
+      if (count == W<A>) {
+        for (int64_t d = 0; d < whole; d += W<A>) {
+          const Vec<A> x = load(q + d);
+#pragma GCC unroll 16
+          for (int i = 0; i < W<A>; ++i) sums[i] += load(key + (k + i) * stride + d) * x;
+        }
+        if (whole < dim) {
+          const Vec<A> x = load(q + whole);
+          for (int i = 0; i < W<A>; ++i) sums[i] += load_upto(key + (k + i) * stride + whole, dim - whole) * x;
+        }
+      } else {
+        for (int i = 0; i < count; ++i)
+          for (int64_t d = 0; d < dim; d += W<A>)
+            sums[i] += load_upto(key + (k + i) * stride + d, dim - d) * load(q + d);
+      }
+      const Vec<A> result = sum_rows<A>(sums);
+      for (int64_t i = 0; i < count; ++i) scores[(k + i) * kFewRows + row] = result[i];
+    }
+  }
+}
+
 template <class T>
 void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* memory) {
   using A = acc_t<T>;
@@ -56,15 +106,22 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
   const FewScratch<A> t(s, memory);
   const FewPartial<A> to(s, partial);
   const int64_t queries = p.sequence.queries, rows = p.heads * queries, lanes = round_up<A>(rows);
+  const bool dots = rows <= kDotRows;
   const Range seen = visible_range(p.sequence, 0, queries);
   const int64_t k0 = chunk * kFewKeys, begin = max(0, seen.begin - k0), end = min(kFewKeys, seen.end - k0);
 
   for (int64_t head = 0; head < p.heads; ++head) {
     const int64_t lane = head * queries;
     const T* query = static_cast<const T*>(p.query.data) + head * p.query_head_stride;
-    // The last head clears the lanes that are left.
-    transpose(query, p.query.stride, queries, head + 1 < p.heads ? queries : lanes - lane, s.head_dim,
-              static_cast<A>(s.scale), t.query_t + lane, kFewRows);
+    if (dots) {
+      for (int64_t i = 0; i < queries; ++i)
+        for (int64_t d = 0; d < s.head_dim; d += W<A>)
+          store(t.query + (lane + i) * round_up<A>(s.head_dim) + d,
+                load_upto(query + i * p.query.stride + d, s.head_dim - d) * static_cast<A>(s.scale));
+    } else {  // the last head clears the lanes that are left
+      transpose(query, p.query.stride, queries, head + 1 < p.heads ? queries : lanes - lane, s.head_dim,
+                static_cast<A>(s.scale), t.query_t + lane, kFewRows);
+    }
     fill_lanes(s, p.sequence, p.bias, head, 0, queries, lane, t.lanes);
     for (int64_t i = 0; i < queries; ++i) {
       const Range range = visible_range(p.sequence, i, i + 1);
@@ -86,10 +143,23 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
   if (begin < end && !mask_hides_tile(s, *t.lanes, k0, begin, end)) {
     for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
       const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
-      const Tile<A> key = plain_rows(at<T>(p.key, k0 + from), p.key.stride, keys, s.head_dim, t.key);
+      const T* source = at<T>(p.key, k0 + from);
+      A* scores = t.scores + from * kFewRows;
+      if (dots && (rows == 1 || sizeof(T) == sizeof(A))) {
+        dot_products<T>(source, p.key.stride, keys, s.head_dim, t.query, rows, scores);
+        continue;
+      }
+      const Tile<A> key = plain_rows(source, p.key.stride, keys, s.head_dim, t.key);
+      if (dots) {
+        dot_products<A>(key.data, key.stride, keys, s.head_dim, t.query, rows, scores);
+        continue;
+      }
       for (int64_t q = 0; q < lanes; q += W<A>)
-        gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kFewRows,
-                t.scores + from * kFewRows + q, kFewRows, false);
+        gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kFewRows, scores + q, kFewRows, false);
+    }
+    if (dots) {  // lanes that are no rows
+      for (int64_t k = begin; k < end; ++k)
+        for (int64_t q = rows; q < lanes; ++q) t.scores[k * kFewRows + q] = 0;
     }
     const Part part{begin, end, 0, lanes};
     if (modified(s)) modify_scores(s, *t.lanes, k0, part, t.scores, kFewRows);
