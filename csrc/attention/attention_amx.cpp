@@ -3,11 +3,16 @@
 //
 // Scores are 16 keys by 16 queries a tile. K and V are left operands as they lie, Q and dO are packed once for a block
 // of queries; P and dS leave the softmax as rows of keys, which is the left operand that dV = P^T dO and dK = dS^T Q
-// want, and dS as pairs of keys, which is the right operand of dQ^T = K^T dS. Nothing is transposed between the products.
-// All sums are in float32; only P and dS are rounded to bfloat16.
+// want, and dS as pairs of keys, which is the right operand of dQ^T = K^T dS. Nothing is transposed between the
+// products. All sums are in float32; only P and dS are rounded to bfloat16.
 //
-// Where no option touches the scores, exp2, the gradient and the rounding to both layouts are one pass over the tile.
+// The operands of a tile of 256 queries and 128 keys stay in L2, and the scores never leave L1: S, dP and what follows
+// them are done for 32 keys and 64 queries at a time. Where no option touches the scores, exp2, the gradient and the
+// rounding to both layouts are one pass.
+#define SK_BLOCK_Q 256
+#define SK_BLOCK_K 128
 #include "attention_amx.h"
+
 #include "attention_backward.h"
 #include "attention_few.h"
 #include "attention_forward.h"
@@ -15,6 +20,8 @@
 namespace seqkern {
 namespace SK_TIER {
 namespace {
+
+constexpr float kLog2e = 1.44269504088896f;
 
 static_assert(kBlockK % 32 == 0 && kBlockQ % 32 == 0 && kStrip == 16 && W<float> == 16, "tiles of 16, pairs of 32");
 
@@ -67,11 +74,14 @@ void pack(const AttentionShape& s, int64_t keys, bool, Rows key, Rows value, int
 
 struct TileScratch {
   static constexpr int64_t kQueryTiles = kBlockQ / 16, kQuerySteps = kBlockQ / 32, kKeySteps = kBlockK / 32;
+  // Scores are made for so many keys and queries at a time.
+  static constexpr int64_t kKeys = 32, kQueries = 64, kStride = kQueries + 16, kScores = kKeys * kStride;
   int64_t key_depth, value_depth, key_columns, value_columns;
   // Packed for the block of queries: Q and dO by columns and by pairs.
   BFloat16 *query, *grad_out, *query_pairs, *grad_out_pairs;
   BFloat16 *p, *ds, *ds_pairs;  // of a tile: (keys, queries) and pairs of keys
-  float *scores, *grad_scores, *grad_query_t, *lse, *delta, *grad_lse, *distance, *derivative, *kept;
+  float *scores, *grad_scores, *derivative, *kept, *grad_query_t, *lse, *delta, *grad_lse, *distance;
+  float *lse_log2, *delta_lse;  // lse log2(e), delta - dlse
   Lanes<float>* lanes;
   int64_t elements;
 
@@ -91,15 +101,17 @@ struct TileScratch {
     p = take_tiles(kBlockK * kBlockQ / kTileElements);
     ds = take_tiles(kBlockK * kBlockQ / kTileElements);
     ds_pairs = take_tiles(kKeySteps * kQueryTiles);
-    scores = arena.take(kBlockK * kLaneStride);
-    grad_scores = arena.take(kBlockK * kLaneStride);
+    scores = arena.take(kScores);
+    grad_scores = arena.take(kScores);
+    derivative = arena.take(kScores);
+    kept = arena.take(kScores);
     grad_query_t = arena.take(key_columns * 16 * kLaneStride);
     lse = arena.take(kBlockQ);
     delta = arena.take(kBlockQ);
     grad_lse = arena.take(kBlockQ);
     distance = arena.take(kBlockQ);
-    derivative = arena.take(s.softcap != 0 ? kBlockK * kLaneStride : 0);
-    kept = arena.take(s.dropout.active ? kBlockK * kLaneStride : 0);
+    lse_log2 = arena.take(kBlockQ);
+    delta_lse = arena.take(kBlockQ);
     lanes = reinterpret_cast<Lanes<float>*>(arena.take(kLanesElements<float>));
     elements = arena.used;
   }
@@ -107,7 +119,34 @@ struct TileScratch {
   SK_INLINE Tiles rows(const BFloat16* matrix, int64_t key) const {
     return {matrix + key * kBlockQ, 16 * kBlockQ * 2, 64, kBlockQ * 2};
   }
+  // The first of the 8 rows of pairs of 16 keys and 16 queries.
+  SK_INLINE BFloat16* pairs(int64_t k, int64_t q) const {
+    return ds_pairs + (k / 32 * kQueryTiles + q / 16) * kTileElements + k % 32 / 2 * 32;
+  }
 };
+
+// The scores of a part, under the indices that keys and queries have in the tile.
+struct PartScores {
+  float *scores, *grad_scores, *derivative, *kept;
+  static constexpr int64_t stride = TileScratch::kStride;
+  SK_INLINE PartScores(const TileScratch& t, const Part& part) {
+    const int64_t shift = part.begin * stride + part.first;
+    scores = t.scores - shift;
+    grad_scores = t.grad_scores - shift;
+    derivative = t.derivative - shift;
+    kept = t.kept - shift;
+  }
+};
+
+// Calls body(part) for pieces of the visible parts that are small enough for the scratch memory.
+template <class Body>
+SK_INLINE void for_pieces(const Geometry& g, const Body& body) {
+  for_key_strips(g, [&](const Part& part) {
+    for (int64_t q = part.first; q < part.last; q += TileScratch::kQueries)
+      for (int64_t k = part.begin; k < part.end; k += TileScratch::kKeys)
+        body(Part{k, min(k + TileScratch::kKeys, part.end), q, min(q + TileScratch::kQueries, part.last)});
+  });
+}
 
 int64_t backward_scratch(const AttentionShape& s) { return TileScratch(s, nullptr).elements * 4; }
 
@@ -144,69 +183,100 @@ void backward_begin(const AttentionBackward& p, int64_t query_block, void* memor
     t.grad_lse[q] = p.grad_lse && sees ? static_cast<const float*>(p.grad_lse)[q0 + q] : 0.0f;
     t.distance[q] = 0;
   }
+  for (int64_t q = 0; q < kBlockQ; ++q) {
+    t.lse_log2[q] = t.lse[q] * kLog2e;
+    t.delta_lse[q] = t.delta[q] - t.grad_lse[q];
+  }
   // What no pass over the scores writes is multiplied by the zeros of the padding, and must not be NaN.
   __builtin_memset(t.p, 0, kBlockK * kBlockQ * 2);
   __builtin_memset(t.ds, 0, kBlockK * kBlockQ * 2);
   __builtin_memset(t.grad_query_t, 0, t.key_columns * 16 * kLaneStride * 4);
 }
 
-// scores = K Q^T, unscaled, and grad_scores = V dO^T, of the visible parts.
-void score_products(const AttentionBackward& p, const Geometry& g, const TileScratch& t) {
+// scores = K Q^T, unscaled, and grad_scores = V dO^T.
+void score_products(const AttentionBackward& p, const Geometry& g, const Part& part, const TileScratch& t) {
   const PackedKeys packed(p.shape, p.sequence.keys, p.packed);
-  for_key_strips(g, [&](const Part& part) {
-    const int64_t at = part.begin * kLaneStride + part.first, first = part.first / 16;
-    const int64_t rows = tiles(part.end - part.begin, 16), columns = (part.last - part.first) / 16;
-    multiply(rows, columns, t.key_depth, packed.key_rows(g.k0 + part.begin),
-             Tiles{t.query, t.key_depth * kTileBytes, kTileBytes}.at(first, 0), t.scores + at, kLaneStride, false);
-    multiply(rows, columns, t.value_depth, packed.value_rows(g.k0 + part.begin),
-             Tiles{t.grad_out, t.value_depth * kTileBytes, kTileBytes}.at(first, 0), t.grad_scores + at, kLaneStride,
-             false);
-  });
+  const int64_t first = part.first / 16, rows = tiles(part.end - part.begin, 16);
+  const int64_t columns = (part.last - part.first) / 16;
+  multiply(rows, columns, t.key_depth, packed.key_rows(g.k0 + part.begin),
+           Tiles{t.query, t.key_depth * kTileBytes, kTileBytes}.at(first, 0), t.scores, TileScratch::kStride, false);
+  multiply(rows, columns, t.value_depth, packed.value_rows(g.k0 + part.begin),
+           Tiles{t.grad_out, t.value_depth * kTileBytes, kTileBytes}.at(first, 0), t.grad_scores, TileScratch::kStride,
+           false);
 }
 
 // scores = P, grad_scores = dz, both 0 where hidden; with dropout P is what `out` was made of.
 void bias_gradients(const AttentionShape& s, const Geometry& g, const Part& part, const TileScratch& t) {
+  const PartScores at(t, part);
+  constexpr int64_t stride = PartScores::stride;
   for (int64_t k = part.begin; k < part.end; ++k)
-    for (int64_t q = part.first; q < part.last; q += W<float>) {
-      float* at = t.scores + k * kLaneStride + q;
-      store(at, load(at) * static_cast<float>(s.scale));
-    }
-  if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, t.scores, kLaneStride, t.derivative);
+    for (int64_t q = part.first; q < part.last; q += W<float>)
+      store(at.scores + k * stride + q, load(at.scores + k * stride + q) * static_cast<float>(s.scale));
+  if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, at.scores, stride, at.derivative);
   if (s.dropout.active) {
-    drop_factors(s.dropout, *t.lanes, g.k0, part, t.kept, kLaneStride);
-    multiply(part, t.kept, t.grad_scores, kLaneStride);
+    drop_factors(s.dropout, *t.lanes, g.k0, part, at.kept, stride);
+    multiply(part, at.kept, at.grad_scores, stride);
   }
   for_lanes<float>(part.first, part.last, [&](auto vectors, int64_t q) {
-    const int64_t at = part.begin * kLaneStride + q;
-    score_gradients<float, vectors.count>(t.scores + at, t.grad_scores + at, kLaneStride, part.end - part.begin,
+    const int64_t corner = part.begin * stride + q;
+    score_gradients<float, vectors.count>(at.scores + corner, at.grad_scores + corner, stride, part.end - part.begin,
                                           t.lse + q, t.delta + q, t.grad_lse + q);
   });
-  if (s.dropout.active) multiply(part, t.kept, t.scores, kLaneStride);
-  hide(g, part, 0.0f, t.scores);
-  hide(g, part, 0.0f, t.grad_scores);
+  if (s.dropout.active) multiply(part, at.kept, at.scores, stride);
+  hide(g, part, 0.0f, at.scores, stride);
+  hide(g, part, 0.0f, at.grad_scores, stride);
 }
 
-// P and dS of a part to bfloat16, two keys and 16 queries at a time: body(at, P, dS) gives them.
-template <class Body>
-SK_INLINE void round_part(const Part& part, const TileScratch& t, const Body& body) {
-  const __m512i interleave = bit_cast<__m512i>(constant_lanes<short __attribute__((vector_size(64))), 32>(
-      [](int i) { return i / 2 + (i % 2) * 16; }));
-  const auto halves = [](BFloat16* to, __m512bh pair) {
-    const __m512i v = bit_cast<__m512i>(pair);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(v));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(to + kBlockQ), _mm512_extracti64x4_epi64(v, 1));
+// P and dS of a part to bfloat16, two keys and 16 queries at a time: of(q)(k, P, dS) gives them.
+template <class Of>
+SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) {
+  typedef short shorts __attribute__((vector_size(64)));
+  const __m512i interleave = bit_cast<__m512i>(constant_lanes<shorts, 32>([](int i) { return i / 2 + (i % 2) * 16; }));
+  const auto halves = [](BFloat16* to, __m512i pair) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(pair));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to + kBlockQ), _mm512_extracti64x4_epi64(pair, 1));
   };
   for (int64_t q = part.first; q < part.last; q += 16) {
+    const auto body = of(q);
     for (int64_t k = part.begin; k < part.end; k += 2) {
       __m512 p[2] = {}, ds[2] = {};
-      body(k, q, p[0], ds[0]);
-      if (k + 1 < part.end) body(k + 1, q, p[1], ds[1]);
-      halves(t.p + k * kBlockQ + q, _mm512_cvtne2ps_pbh(p[1], p[0]));
-      const __m512bh pair = _mm512_cvtne2ps_pbh(ds[1], ds[0]);
+      body(k, p[0], ds[0]);
+      if (k + 1 < part.end) body(k + 1, p[1], ds[1]);
+      halves(t.p + k * kBlockQ + q, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(p[1], p[0])));
+      const __m512i pair = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(ds[1], ds[0]));
       halves(t.ds + k * kBlockQ + q, pair);
-      _mm512_store_si512(t.ds_pairs + (k / 32 * TileScratch::kQueryTiles + q / 16) * kTileElements + k % 32 / 2 * 32,
-                         _mm512_permutexvar_epi16(interleave, bit_cast<__m512i>(pair)));
+      _mm512_store_si512(t.pairs(k, q), _mm512_permutexvar_epi16(interleave, pair));
     }
+  }
+}
+
+// The products take P and dS in steps of 32: zeros where a step reaches beyond what is visible.
+void zero_hidden(const Geometry& g, const TileScratch& t) {
+  const int64_t end = (g.keys + 31) / 32 * 32, lanes = g.lanes;
+  if (!g.crossed) {
+    for (int64_t k = g.keys + g.keys % 2; k < end; k += 2)
+      for (int64_t q = 0; q < lanes; q += 16) __builtin_memset(t.pairs(k, q), 0, 64);
+    return;
+  }
+  for (int64_t k = g.begin / 32 * 32; k < end; k += kStrip) {
+    Part part{k, clamp(g.keys, k, k + kStrip), 0, 0};
+    if (k >= g.begin && part.begin < part.end) {
+      const Part visible = strip(g, k);
+      if (visible.first < visible.last) part = visible;
+    }
+    const int64_t written = part.first < part.last ? (part.end - k + 1) / 2 : 0;
+    for (int64_t q = 0; q < lanes; q += 16) {
+      const int64_t rows = q >= part.first && q < part.last ? written : 0;
+      __builtin_memset(t.pairs(k, q) + rows * 32, 0, (8 - rows) * 64);
+    }
+    const auto zero_columns = [&](int64_t q) {
+      for (int64_t row = k; row < part.end; ++row) {
+        __builtin_memset(t.p + row * kBlockQ + q, 0, 32);
+        __builtin_memset(t.ds + row * kBlockQ + q, 0, 32);
+      }
+    };
+    if (part.first % 32 != 0) zero_columns(part.first - 16);
+    if (part.last % 32 != 0) zero_columns(part.last);
   }
 }
 
@@ -216,44 +286,38 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
   const Geometry g = geometry<float>(p.sequence, query_block, key_block);
   if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return false;
   const TileConfiguration configuration;
-  score_products(p, g, t);
-  if (g.crossed || g.keys % 32 != 0) __builtin_memset(t.ds_pairs, 0, kBlockK * kBlockQ * 2);
-  if (g.crossed) {
-    __builtin_memset(t.p, 0, kBlockK * kBlockQ * 2);
-    __builtin_memset(t.ds, 0, kBlockK * kBlockQ * 2);
-  }
-  const bool plain = !modified(s) && !s.dropout.active;
-  constexpr float kLog2e = 1.44269504088896f;
+  // With a factor that is not positive, -inf for what is hidden would not stay what it is.
+  const bool plain = !modified(s) && !s.dropout.active && s.scale > 0;
   const __m512 factor = _mm512_set1_ps(static_cast<float>(s.scale) * kLog2e);
-  for_key_strips(g, [&](const Part& part) {
+  static constexpr int64_t stride = PartScores::stride;
+  zero_hidden(g, t);
+  for_pieces(g, [&](const Part& part) {
+    const PartScores at(t, part);
+    score_products(p, g, part, t);
     if (plain) {
-      hide(g, part, -kInfinity<float>, t.scores);
-      hide(g, part, 0.0f, t.grad_scores);
-      const bool negative = s.scale < 0, zero = s.scale == 0;
-      if (negative || zero) {  // -inf times the factor would not be -inf
-        bias_gradients(s, g, part, t);
-      } else {
-        round_part(part, t, [&](int64_t k, int64_t q, __m512& probability, __m512& ds) {
-          const int64_t at = k * kLaneStride + q;
-          const __m512 lse = _mm512_mul_ps(_mm512_load_ps(t.lse + q), _mm512_set1_ps(kLog2e));
-          const __m512 delta = _mm512_sub_ps(_mm512_load_ps(t.delta + q), _mm512_load_ps(t.grad_lse + q));
-          probability = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(t.scores + at), factor, lse));
-          ds = _mm512_mul_ps(probability, _mm512_sub_ps(_mm512_load_ps(t.grad_scores + at), delta));
-        });
-        return;
-      }
-    } else {
-      bias_gradients(s, g, part, t);
+      hide(g, part, -kInfinity<float>, at.scores, stride);
+      hide(g, part, 0.0f, at.grad_scores, stride);
+      round_part(part, t, [&](int64_t q) {
+        return [scores = at.scores + q, grad_scores = at.grad_scores + q, lse = _mm512_load_ps(t.lse_log2 + q),
+                delta = _mm512_load_ps(t.delta_lse + q), factor](int64_t k, __m512& probability, __m512& ds) {
+          probability = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(scores + k * stride), factor, lse));
+          ds = _mm512_mul_ps(probability, _mm512_sub_ps(_mm512_load_ps(grad_scores + k * stride), delta));
+        };
+      });
+      return;
     }
-    if (p.distance) add_distances(*t.lanes, g.k0, part, t.grad_scores, kLaneStride, t.distance);
+    bias_gradients(s, g, part, t);
+    if (p.distance) add_distances(*t.lanes, g.k0, part, at.grad_scores, stride, t.distance);
     if (p.grad_mask.data) {
       char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
-      write_to_mask(s.mask, part, g.queries, t.grad_scores, kLaneStride, corner, p.grad_mask.stride);
+      write_to_mask(s.mask, part, g.queries, at.grad_scores, stride, corner, p.grad_mask.stride);
     }
-    if (s.softcap != 0) multiply(part, t.derivative, t.grad_scores, kLaneStride);
-    round_part(part, t, [&](int64_t k, int64_t q, __m512& probability, __m512& ds) {
-      probability = _mm512_load_ps(t.scores + k * kLaneStride + q);
-      ds = _mm512_load_ps(t.grad_scores + k * kLaneStride + q);
+    if (s.softcap != 0) multiply(part, at.derivative, at.grad_scores, stride);
+    round_part(part, t, [&](int64_t q) {
+      return [scores = at.scores + q, grad_scores = at.grad_scores + q](int64_t k, __m512& probability, __m512& ds) {
+        probability = _mm512_load_ps(scores + k * stride);
+        ds = _mm512_load_ps(grad_scores + k * stride);
+      };
     });
   });
   // dQ^T[d, q] += sum_k K[k, d] dS[k, q]
@@ -333,10 +397,10 @@ void mask_sum(const AttentionBackward& p, int64_t query_block, int64_t key_block
   const Geometry g = geometry<float>(p.sequence, query_block, key_block);
   if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return;
   const TileConfiguration configuration;
-  score_products(p, g, t);
-  for_key_strips(g, [&](const Part& part) {
+  for_pieces(g, [&](const Part& part) {
+    score_products(p, g, part, t);
     bias_gradients(s, g, part, t);
-    add_to_mask(part, g.queries, t.grad_scores, kLaneStride, static_cast<float*>(sum), stride);
+    add_to_mask(part, g.queries, PartScores(t, part).grad_scores, PartScores::stride, static_cast<float*>(sum), stride);
   });
 }
 

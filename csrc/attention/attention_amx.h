@@ -71,8 +71,7 @@ inline void pack_rows(const Rows& m, int64_t first, int64_t count, int64_t colum
   const int64_t depth = tiles(columns, 32);
   for (int64_t r = 0; r < (count + 15) / 16 * 16; ++r) {
     for (int64_t d = 0; d < depth; ++d) {
-      const __m512i v =
-          r < count ? load_columns(at<BFloat16>(m, first + r), d * 32, columns) : _mm512_setzero_si512();
+      const __m512i v = r < count ? load_columns(at<BFloat16>(m, first + r), d * 32, columns) : _mm512_setzero_si512();
       _mm512_store_si512(to + ((r / 16) * depth + d) * kTileElements + r % 16 * 32, v);
     }
   }
