@@ -210,10 +210,10 @@ def _sum_of_sequences(distance: Tensor, query_starts: Tensor | None) -> Tensor:
 
 
 def _grad_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, dtype=torch.float64)
     if grad_lse is not None:
         delta = delta - grad_lse
-    weight = torch.exp(sinks[:, None] - lse)  # of the sink in each row's softmax
+    weight = torch.exp(sinks[:, None].double() - lse)  # of the sink in each row's softmax
     share = torch.where(lse.isneginf(), 0, -weight * delta)
     return _sum_of_rows(share).sum(0).to(sinks.dtype)
 
