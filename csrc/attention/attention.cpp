@@ -451,7 +451,7 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const st
               p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
               need_mask ? empty(a.query, {p.mask->size(0), p.mask->size(1), p.mask->size(2), p.mask->size(3)},
                                 p.mask->scalar_type())
-                        : empty(a.query, {0}, p.mask ? p.mask->scalar_type() : p.acc),
+                        : empty(a.query, {0}, p.type),
               need_slopes ? empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc) : empty(a.query, {0}, p.acc)};
   const auto sum_memory = [&](const Tensor& grad, int64_t dim) {
     const int64_t width = kernels.padded(shape.dtype, dim);

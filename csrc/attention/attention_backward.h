@@ -16,12 +16,12 @@ struct BackwardScratch {
   SK_INLINE BackwardScratch(const AttentionShape& s, void* memory) {
     Arena<A> arena{static_cast<A*>(memory)};
     const int64_t head_width = round_up<A>(s.head_dim), value_width = round_up<A>(s.value_dim);
-    query_t = arena.take(s.head_dim * kBlockQ);
-    grad_out_t = arena.take(s.value_dim * kBlockQ);
+    query_t = arena.take(s.head_dim * kLaneStride);
+    grad_out_t = arena.take(s.value_dim * kLaneStride);
     query = arena.take(kBlockQ * head_width);
-    grad_out = arena.take(kBlockQ * value_width);
-    scores = arena.take(kBlockK * kBlockQ);
-    grad_scores = arena.take(kBlockK * kBlockQ);
+    grad_out = arena.take(max(kBlockQ * value_width, s.value_dim * kLaneStride));  // or its transpose
+    scores = arena.take(kBlockK * kLaneStride);
+    grad_scores = arena.take(kBlockK * kLaneStride);
     grad_query = arena.take(kBlockQ * head_width);
     key = arena.take(kBlockK * head_width);
     value = arena.take(kBlockK * value_width);
@@ -29,8 +29,8 @@ struct BackwardScratch {
     delta = arena.take(kBlockQ);
     grad_lse = arena.take(kBlockQ);
     distance = arena.take(kBlockQ);
-    derivative = arena.take(s.softcap != 0 ? kBlockK * kBlockQ : 0);
-    kept = arena.take(s.dropout.active ? kBlockK * kBlockQ : 0);
+    derivative = arena.take(s.softcap != 0 ? kBlockK * kLaneStride : 0);
+    kept = arena.take(s.dropout.active ? kBlockK * kLaneStride : 0);
     lanes = reinterpret_cast<Lanes<A>*>(arena.take(kLanesElements<A>));
     elements = arena.used;
   }
@@ -53,7 +53,7 @@ void begin_block(const AttentionBackward& p, int64_t query_block, void* memory) 
   for (int64_t q = 0; q < lanes; q += W<A>) {
     Vec<A> sum = {};
     for (int64_t c = 0; c < s.value_dim; ++c)
-      sum += load(out_t + c * kBlockQ + q) * load(t.grad_out_t + c * kBlockQ + q);
+      sum += load(out_t + c * kLaneStride + q) * load(t.grad_out_t + c * kLaneStride + q);
     store(t.delta + q, sum);
   }
   for (int64_t q = 0; q < lanes; ++q) {
@@ -79,17 +79,17 @@ SK_INLINE void bias_gradients(const AttentionBackward& p, const Geometry& g, con
   for_key_strips(g, [&](const Part& part) { products(part, key, s.head_dim, t.query_t, t.scores); });
   for_key_strips(g, [&](const Part& part) { products(part, value, s.value_dim, t.grad_out_t, t.grad_scores); });
   for_key_strips(g, [&](const Part& part) {
-    if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, t.scores, kBlockQ, t.derivative);
+    if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, t.scores, kLaneStride, t.derivative);
     if (s.dropout.active) {
-      drop_factors(s.dropout, *t.lanes, g.k0, part, t.kept, kBlockQ);
-      multiply(part, t.kept, t.grad_scores, kBlockQ);
+      drop_factors(s.dropout, *t.lanes, g.k0, part, t.kept, kLaneStride);
+      multiply(part, t.kept, t.grad_scores, kLaneStride);
     }
     for_lanes<A>(part.first, part.last, [&](auto vectors, int64_t q) {
-      const int64_t at = part.begin * kBlockQ + q;
-      score_gradients<A, vectors.count>(t.scores + at, t.grad_scores + at, kBlockQ, part.end - part.begin, t.lse + q,
-                                        t.delta + q, t.grad_lse + q);
+      const int64_t at = part.begin * kLaneStride + q;
+      score_gradients<A, vectors.count>(t.scores + at, t.grad_scores + at, kLaneStride, part.end - part.begin,
+                                        t.lse + q, t.delta + q, t.grad_lse + q);
     });
-    if (s.dropout.active) multiply(part, t.kept, t.scores, kBlockQ);
+    if (s.dropout.active) multiply(part, t.kept, t.scores, kLaneStride);
     hide(g, part, A(0), t.scores);
     hide(g, part, A(0), t.grad_scores);
   });
@@ -107,18 +107,18 @@ bool scores_block(const AttentionBackward& p, int64_t query_block, int64_t key_b
   bias_gradients<T>(p, g, t, key);
   if (p.grad_mask.data || p.distance || s.softcap != 0) {
     for_key_strips(g, [&](const Part& part) {
-      if (p.distance) add_distances(*t.lanes, g.k0, part, t.grad_scores, kBlockQ, t.distance);
+      if (p.distance) add_distances(*t.lanes, g.k0, part, t.grad_scores, kLaneStride, t.distance);
       if (p.grad_mask.data) {
         char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
-        write_to_mask(s.mask, part, g.queries, t.grad_scores, kBlockQ, corner, p.grad_mask.stride);
+        write_to_mask(s.mask, part, g.queries, t.grad_scores, kLaneStride, corner, p.grad_mask.stride);
       }
-      if (s.softcap != 0) multiply(part, t.derivative, t.grad_scores, kBlockQ);
+      if (s.softcap != 0) multiply(part, t.derivative, t.grad_scores, kLaneStride);
     });
   }
   // dQ[q, d] += sum_k dS[k, q] K[k, d]
   for_query_strips(g, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
     if (first < last)
-      gemm<A>(end - begin, width, last - first, t.grad_scores + first * kBlockQ + begin, 1, kBlockQ,
+      gemm<A>(end - begin, width, last - first, t.grad_scores + first * kLaneStride + begin, 1, kLaneStride,
               key.data + first * key.stride, key.stride, t.grad_query + begin * width, width, true);
   });
   return true;
@@ -142,7 +142,7 @@ void keys_block(const AttentionBackward& p, int64_t query_block, int64_t key_blo
     if (s.value_dim == value_width) grad_out = {at<T>(p.grad_out, g.q0), p.grad_out.stride};
   }
   bool accumulate = !first;
-  if (first && (g.crossed || !visible)) {  // some of its rows are not written below
+  if (first && (g.crossed || g.keys < keys || !visible)) {  // some of its rows are not written below
     for (int64_t k = 0; k < keys; ++k) {
       for (int64_t c = 0; c < head_width; c += W<A>) store(key_sum + k * key_stride + c, Vec<A>{});
       for (int64_t c = 0; c < value_width; c += W<A>) store(value_sum + k * value_stride + c, Vec<A>{});
@@ -153,10 +153,10 @@ void keys_block(const AttentionBackward& p, int64_t query_block, int64_t key_blo
   if (visible) {
     for_key_strips(g, [&](const Part& part) {
       const int64_t q = part.first, queries = max(0, min(part.last, g.queries) - q), rows = part.end - part.begin;
-      gemm<A>(rows, value_width, queries, t.scores + part.begin * kBlockQ + q, kBlockQ, 1,
+      gemm<A>(rows, value_width, queries, t.scores + part.begin * kLaneStride + q, kLaneStride, 1,
               grad_out.data + q * grad_out.stride, grad_out.stride, value_sum + part.begin * value_stride, value_stride,
               accumulate);
-      gemm<A>(rows, head_width, queries, t.grad_scores + part.begin * kBlockQ + q, kBlockQ, 1,
+      gemm<A>(rows, head_width, queries, t.grad_scores + part.begin * kLaneStride + q, kLaneStride, 1,
               query.data + q * query.stride, query.stride, key_sum + part.begin * key_stride, key_stride, accumulate);
     });
   }
@@ -189,8 +189,9 @@ void mask_block(const AttentionBackward& p, int64_t query_block, int64_t key_blo
   if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return;
   const Tile<A> key = plain_rows(at<T>(p.key, g.k0), p.key.stride, g.keys, s.head_dim, t.key);
   bias_gradients<T>(p, g, t, key);
-  for_key_strips(
-      g, [&](const Part& part) { add_to_mask(part, g.queries, t.grad_scores, kBlockQ, static_cast<A*>(sum), stride); });
+  for_key_strips(g, [&](const Part& part) {
+    add_to_mask(part, g.queries, t.grad_scores, kLaneStride, static_cast<A*>(sum), stride);
+  });
 }
 
 template <class A>

@@ -14,8 +14,8 @@ struct ForwardScratch {
   int64_t elements;
   SK_INLINE ForwardScratch(const AttentionShape& s, void* memory) {
     Arena<A> arena{static_cast<A*>(memory)};
-    query_t = arena.take(s.head_dim * kBlockQ);
-    scores = arena.take(kBlockK * kBlockQ);
+    query_t = arena.take(s.head_dim * kLaneStride);
+    scores = arena.take(kBlockK * kLaneStride);
     out = arena.take(kBlockQ * round_up<A>(s.value_dim));
     key = arena.take(kBlockK * round_up<A>(s.head_dim));
     value = arena.take(kBlockK * round_up<A>(s.value_dim));
@@ -36,15 +36,15 @@ SK_INLINE void add_values(const Geometry& g, const A* scores, Tile<A> v, int64_t
       first = g.first_key(end - 1);
       last = max(first, g.end_key(begin));
     }
-    gemm<A>(end - begin, width, last - first, scores + first * kBlockQ + begin, 1, kBlockQ, v.data + first * v.stride,
-            v.stride, out + begin * width, width, accumulate);
+    gemm<A>(end - begin, width, last - first, scores + first * kLaneStride + begin, 1, kLaneStride,
+            v.data + first * v.stride, v.stride, out + begin * width, width, accumulate);
     if (!g.crossed) return;
     for (int64_t q = begin; q < end; ++q) {
       const int64_t seen = g.first_key(q), seen_end = g.end_key(q);
       for (const auto& [from, to] : {Range{seen, min(seen_end, first)}, Range{max(seen, last), seen_end}}) {
         if (from < to)
-          gemm<A>(1, width, to - from, scores + from * kBlockQ + q, 1, kBlockQ, v.data + from * v.stride, v.stride,
-                  out + q * width, width, true);
+          gemm<A>(1, width, to - from, scores + from * kLaneStride + q, 1, kLaneStride, v.data + from * v.stride,
+                  v.stride, out + q * width, width, true);
       }
     }
   });
@@ -78,10 +78,11 @@ void forward_block(const AttentionForward& p, int64_t query_block, void* memory)
     for (int64_t q = 0; q < lanes; ++q) t.rescale[q] = t.max[q];
     for_key_strips(g, [&](const Part& part) { products(part, k, s.head_dim, t.query_t, t.scores); });
     for_key_strips(g, [&](const Part& part) {
-      if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, t.scores, kBlockQ);
+      if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, t.scores, kLaneStride);
       hide(g, part, -kInfinity<A>, t.scores);
       for_lanes<A>(part.first, part.last, [&](auto vectors, int64_t q) {
-        update_max<A, vectors.count>(t.scores + part.begin * kBlockQ + q, kBlockQ, part.end - part.begin, t.max + q);
+        update_max<A, vectors.count>(t.scores + part.begin * kLaneStride + q, kLaneStride, part.end - part.begin,
+                                     t.max + q);
       });
     });
     for (int64_t q = 0; q < lanes; q += W<A>) {
@@ -92,10 +93,10 @@ void forward_block(const AttentionForward& p, int64_t query_block, void* memory)
     }
     for_key_strips(g, [&](const Part& part) {
       for_lanes<A>(part.first, part.last, [&](auto vectors, int64_t q) {
-        exponentials<A, vectors.count>(t.scores + part.begin * kBlockQ + q, kBlockQ, part.end - part.begin, t.max + q,
-                                       t.sum + q);
+        exponentials<A, vectors.count>(t.scores + part.begin * kLaneStride + q, kLaneStride, part.end - part.begin,
+                                       t.max + q, t.sum + q);
       });
-      if (s.dropout.active) drop(s.dropout, *t.lanes, g.k0, part, t.scores, kBlockQ);
+      if (s.dropout.active) drop(s.dropout, *t.lanes, g.k0, part, t.scores, kLaneStride);
     });
     if (!first) {
       for (int64_t q = 0; q < queries; ++q) {

@@ -11,6 +11,8 @@ namespace {
 
 // BLOCK_Q queries by BLOCK_K keys.
 constexpr int64_t kBlockQ = 128, kBlockK = 64;
+// From one row of a transposed tile to the next: no power of two, whose rows would share a few sets of the cache.
+constexpr int64_t kLaneStride = kBlockQ + 16;
 // Tiles that an edge of the band crosses are computed in strips of so many rows, each as wide as it needs to be.
 constexpr int64_t kStrip = 16;
 
@@ -75,7 +77,7 @@ SK_INLINE Tile<A> plain_rows(const T* rows, int64_t stride, int64_t count, int64
 // to[c, r] = rows[r, c] * factor: (columns, to_stride), the lanes from `count` to `lanes` zero.
 template <class T, class A = acc_t<T>>
 void transpose(const T* rows, int64_t stride, int64_t count, int64_t lanes, int64_t columns, A factor, A* to,
-               int64_t to_stride = kBlockQ) {
+               int64_t to_stride = kLaneStride) {
   for (int64_t r = 0; r < lanes; ++r) {
     for (int64_t c = 0; c < columns; c += W<A>) {
       const Vec<A> v = r < count ? load_upto(rows + r * stride + c, columns - c) * factor : Vec<A>{};
@@ -172,8 +174,8 @@ template <class A>
 SK_INLINE void hide(const Geometry& g, const Part& part, A value, A* tile) {
   if (!g.crossed) return;
   for (int64_t k = part.begin; k < part.end; ++k) {
-    for (int64_t q = part.first; q < min(k - g.high, part.last); ++q) tile[k * kBlockQ + q] = value;
-    for (int64_t q = max(part.first, k - g.low + 1); q < part.last; ++q) tile[k * kBlockQ + q] = value;
+    for (int64_t q = part.first; q < min(k - g.high, part.last); ++q) tile[k * kLaneStride + q] = value;
+    for (int64_t q = max(part.first, k - g.low + 1); q < part.last; ++q) tile[k * kLaneStride + q] = value;
   }
 }
 
@@ -181,7 +183,7 @@ SK_INLINE void hide(const Geometry& g, const Part& part, A value, A* tile) {
 template <class A>
 SK_INLINE void products(const Part& part, Tile<A> rows, int64_t dim, const A* columns, A* scores) {
   gemm<A>(part.end - part.begin, part.last - part.first, dim, rows.data + part.begin * rows.stride, rows.stride, 1,
-          columns + part.first, kBlockQ, scores + part.begin * kBlockQ + part.first, kBlockQ, false);
+          columns + part.first, kLaneStride, scores + part.begin * kLaneStride + part.first, kLaneStride, false);
 }
 
 }  // namespace
