@@ -207,13 +207,9 @@ def measure_memory(points: Sequence[Point]) -> Iterator[Point]:
 def needed_flops(implementation: str, length: int, direction: str) -> int:
     """The floating-point operations that attention needs for the scores which its queries may see."""
 
-    def flops(diagonal: int) -> int:
-        backward = direction == "backward"
-        shape = (1, 1, length, length, WIDTH, dtype_of(implementation))
-        return cost(*shape, causal=True, diagonal=diagonal, backward=backward).flops
-
-    # The keys before the window are those of a diagonal that lies so much lower.
-    return flops(0) - (flops(-WINDOW) if implementation == WINDOWED else 0)
+    shape = (1, 1, length, length, WIDTH, dtype_of(implementation))
+    window = (WINDOW - 1, 0) if implementation == WINDOWED else None
+    return cost(*shape, causal=True, window=window, backward=direction == "backward").flops
 
 
 def gemm_rates(size: int = GEMM_SIZE, products: int = 3) -> dict[str, float]:
