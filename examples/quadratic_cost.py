@@ -164,8 +164,9 @@ def time_in_turns(
 def measure_times(lengths: Iterable[int], budget: float) -> Iterator[list[Point]]:
     """The timed points of each length in turn, within a budget of seconds.
 
-    Up to N = 8192 every implementation runs, three rounds at least while the budget lasts. Beyond, one whose rounds
-    would take more than half of what is left is dropped, and the series ends when the rest would not fit.
+    Up to N = 8192 every implementation runs, three rounds at least while the budget lasts. Beyond, the materialised one
+    does not, the slowest are dropped until the rounds of the rest fit into what is left, and the series ends when none
+    would.
     """
     begin, previous = time.perf_counter(), 0
     fastest = dict.fromkeys(IMPLEMENTATIONS, 0.0)  # seconds of a round, both directions, at the length before
@@ -177,8 +178,10 @@ def measure_times(lengths: Iterable[int], budget: float) -> Iterator[list[Point]
         if length > REQUIRED_LENGTH:
             # Three rounds, at a cost that grows with the square of the length at most.
             growth = 3 * (length / previous) ** 2 if previous else 0.0
-            running = [name for name in running if growth * fastest[name] <= left / 2]
-            if not running or growth * sum(fastest[name] for name in running) > left:
+            running = sorted((name for name in running if name != MATERIALISED), key=lambda name: fastest[name])
+            while running and growth * sum(fastest[name] for name in running) > left:
+                running.pop()
+            if not running:
                 return
         points = []
         for direction in DIRECTIONS:

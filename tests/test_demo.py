@@ -65,6 +65,17 @@ def test_timing_stops_at_what_the_budget_and_the_memory_allow() -> None:
     assert all(0 < p.fastest <= p.seconds <= p.slowest for points in measured for p in points)
 
 
+def test_beyond_the_required_length_the_slowest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(name: str, length: int, direction: str) -> Any:
+        return lambda: time.sleep(0.02 if name == "torch LSTM" else 1e-4)
+
+    monkeypatch.setattr(quadratic_cost, "REQUIRED_LENGTH", 16)
+    monkeypatch.setattr(quadratic_cost, "prepare", prepare)
+    first, second = ({p.implementation for p in points} for points in quadratic_cost.measure_times([16, 32], 0.5))
+    assert first == set(IMPLEMENTATIONS)
+    assert second == first - {"torch LSTM", "materialised"}
+
+
 def test_every_implementation_of_attention_computes_the_same() -> None:
     # No longer than the window, which then hides nothing.
     query, key, value = (torch.randn(1, 1, 70, quadratic_cost.WIDTH, dtype=torch.float64) for _ in range(3))
