@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import seqkern
-from examples import console, demo, language_model, memory, quadratic_cost, report, text, training, verification
+from examples import console, demo, language_model, memory, plots, quadratic_cost, report, text, training, verification
 from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
 
 ROOT = Path(__file__).parent.parent
@@ -479,6 +479,23 @@ def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
     # The page can be drawn again from the JSON alone.
     again = report.write(json.loads((tmp_path / "results.json").read_text()), tmp_path / "again")
     assert again.read_text() == source
+
+
+def test_figures_draw_every_implementation() -> None:
+    result = quadratic_cost.analyse(synthetic_points(), RATES)
+    cost, variants = plots.cost_figure(result), plots.variants_figure(result)
+    assert (len(cost.axes), len(variants.axes)) == (4, 6)
+    for figure, names in ((cost, quadratic_cost.COMPARED), (variants, quadratic_cost.VARIANTS)):
+        for ax in figure.axes:
+            assert {str(label).split(",")[0] for label in ax.get_legend_handles_labels()[1]} == set(names)
+    titles = [ax.get_title("left") for ax in variants.axes]
+    assert titles[:2] == ["Time, forward", "Time, backward"]
+    assert titles[2:4] == ["Peak extra memory, forward", "Peak extra memory, forward+backward"]
+    assert titles[4:] == ["Share of GEMM, forward", "Share of GEMM, backward"]
+    drawn = {str(line.get_label()): line.get_ydata()[-1] for line in variants.axes[5].get_lines()}
+    point = next(p for p in result["points"] if (p["implementation"], p["length"]) == ("seqkern bfloat16", 8192))
+    assert drawn["seqkern bfloat16"] == pytest.approx(2.5 * 100 * point["share_of_gemm"])
+    assert variants.axes[5].get_yscale() == "linear"
 
 
 def test_report_shows_a_failed_check(tmp_path: Path) -> None:
