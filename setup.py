@@ -28,7 +28,7 @@ X86_TIERS = {
     "generic": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # gcc 12 warns about its own avx512 intrinsics header.
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-Wno-maybe-uninitialized"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprfchw", "-mfma", "-mf16c", "-Wno-maybe-uninitialized"],
 }
 TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
 
