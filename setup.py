@@ -30,7 +30,10 @@ X86_TIERS = {
     # gcc 12 warns about its own avx512 intrinsics header.
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprfchw", "-mfma", "-mf16c", "-Wno-maybe-uninitialized"],
 }
-TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+# Translation units of their own: <op>_amx.cpp, beside the tier avx512.
+AMX_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+TIERS = X86_TIERS if X86 else {"generic": []}
 
 
 def torch_root() -> Path:
@@ -88,6 +91,8 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         relative = source.relative_to(CSRC).with_suffix("")
         if source.name.endswith("_cpu.cpp"):
             units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in TIERS.items()]
+        elif source.name.endswith("_amx.cpp"):
+            units = [(f"{relative}.o", ["-DSK_TIER=amx", *AMX_FLAGS])] if X86 else []
         else:
             units = [(f"{relative}.o", host_flags)]
         for name, flags in units:

@@ -130,6 +130,11 @@ struct AttentionKernels {
 };
 
 SK_DECLARE_KERNEL_TABLE(AttentionKernels, attention_kernels)
+#if SK_X86_TIERS
+namespace amx {
+extern const AttentionKernels attention_kernels;  // bfloat16 only, and no gradients of masks
+}
+#endif
 
 // Internal linkage: what a tier's translation unit compiles must stay there.
 namespace {

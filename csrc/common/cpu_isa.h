@@ -1,7 +1,8 @@
 // The instruction-set tiers of the CPU kernels, and which of them runs.
 //
 // Every csrc/<op>/<op>_cpu.cpp is compiled once per tier with other flags, inside `namespace seqkern::SK_TIER`, and
-// exports one table of entry points. The host code of the op asks for the active tier's table on every call.
+// exports one table of entry points. The host code of the op asks for the active tier's table on every call. The tier
+// amx is avx512's tables, but for the ops that have an <op>_amx.cpp and ask for it.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -12,7 +13,7 @@
 
 namespace seqkern {
 
-enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2 };
+enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
 
 // The tier in use: the best one this machine has, unless SEQKERN_CPU_ISA or set_isa() chose another.
 Isa active_isa();
@@ -37,6 +38,7 @@ bool set_isa(const char* name);
   }                                          \
   inline const Table& name() {               \
     switch (active_isa()) {                  \
+      case Isa::amx:                         \
       case Isa::avx512: return avx512::name; \
       case Isa::avx2: return avx2::name;     \
       default: return generic::name;         \
