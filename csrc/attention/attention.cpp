@@ -20,8 +20,8 @@ constexpr int64_t kMaskBlocks = 8;
 
 // The variant that runs: of the active tier, or a special one for what it was made for.
 const AttentionKernels& kernels_for(const AttentionShape& shape) {
-#if SK_X86_TIERS
-  if (active_isa() == Isa::amx && shape.dtype == Dtype::bf16 && !shape.need_mask) return amx::attention_kernels;
+#if SK_AMX
+  if (active_isa() == Isa::amx && shape.dtype == Dtype::bf16) return amx::attention_kernels;
 #endif
   return attention_kernels();
 }

@@ -130,9 +130,11 @@ struct AttentionKernels {
 };
 
 SK_DECLARE_KERNEL_TABLE(AttentionKernels, attention_kernels)
-#if SK_X86_TIERS
+
+#if SK_AMX
+// For bfloat16 only.
 namespace amx {
-extern const AttentionKernels attention_kernels;  // bfloat16 only, and no gradients of masks
+extern const AttentionKernels attention_kernels;
 }
 #endif
 

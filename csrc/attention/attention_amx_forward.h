@@ -1,4 +1,4 @@
-// The forward pass of one block of queries on AMX.
+// The forward pass of one block of queries on matrix tiles.
 //
 // S^T = K Q^T is made a group (32 keys by 32 queries) at a time, weighted, and rounded to bfloat16 in the order that the
 // product O^T = V^T P^T wants: two vectors of scores, of consecutive keys, become one row of pairs.
@@ -8,7 +8,15 @@
 // M is only raised when a score exceeds it, which P tells (an entry of 2 or more, one bit in an OR of all entries): no
 // maximum is taken of the other groups, and none of this changes the result, for powers of two scale O, the sums and
 // waiting P without rounding. A query's M depends on its own scores only. O is divided by the sum of the rounded
-// weights, lse is made of the sum before rounding.
+// weights, which halves the error where few keys have the weight; lse is made of the sum before rounding.
+//
+// The products of the next group, and of the last groups with the values, stand between the exponentials of a group, so
+// that the tile unit works beside them. While it does, floating-point vectors of 512 bits have one port instead of two
+// (measured, one Sapphire Rapids core): additions, polynomial and scaling of a vector of scores take 9 cycles, its
+// products 4.6 at 64 columns and 9.2 at 128.
+//
+// Tried and lost: prefetching the next operands (no faster); the conversion instruction with a permutation, for an
+// integer addition, a shift and a blend (two slow instructions for four cheap ones).
 #pragma once
 
 #include "attention_amx.h"
@@ -17,41 +25,220 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Keys over which a group of queries goes before the next one does: their operands stay in L2.
-constexpr int64_t kSuperGroups = 16;
-// A key with which M starts gets this exponent, and one that reaches 2^1 raises M.
+// A group, the groups that are weighted before their products with the values, and those over which one group of queries
+// goes before the next one does: their operands stay in L2.
+constexpr int64_t kGroup = 32, kRunGroups = 4, kSuperGroups = 16;
+constexpr int64_t kQueryGroups = kBlockQ / kGroup;
+constexpr int64_t kSums = 256;  // of a tile of sums
+// The score that sets M gets the weight 2^-8 or less, and one of 2 or more raises M.
 constexpr float kHeadroom = 8, kNoShift = 1e30f;
 
-struct AmxForwardScratch {
-  float* scores[2];
-  bf16 *weights[2], *query;
-  float *out, *shift, *sum, *rounded_sum;  // shift: -M
-  Lanes<float>* lanes;
+// As the compiler's intrinsics, but in order with all other accesses of memory.
+#define SK_TILE_LOAD(tile, from, bytes)                                                            \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(static_cast<const void*>(from)), \
+                   "r"(static_cast<int64_t>(bytes))                                                \
+                   : "memory")
+#define SK_TILE_STORE(tile, to, bytes)                                                   \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(static_cast<void*>(to)), \
+                   "r"(static_cast<int64_t>(bytes))                                      \
+                   : "memory")
+
+// A count of tiles that the compiler knows, or not.
+template <int N>
+struct Known {
+  constexpr operator int64_t() const { return N; }
+};
+struct Unknown {
+  int64_t n;
+  operator int64_t() const { return n; }
+};
+
+// ---- packed keys and values ----------------------------------------------------------------------------------------
+
+// Of one key head: K as rows, V transposed, both in whole groups. What is not finite in V is packed as 0, for 0 times it
+// would be NaN where a key is hidden, and the group noted in `bad`.
+struct PackedForward {
+  int64_t key_depth, value_depth;
+  BFloat16 *key, *value_t;
+  uint8_t* bad;
   int64_t bytes;
-  SK_INLINE AmxForwardScratch(const AttentionShape& s, void* memory) {
-    Pieces pieces{static_cast<char*>(memory)};
-    const int64_t nk = tiles32(s.head_dim), nv = tiles32(s.value_dim);
-    for (float*& piece : scores) piece = pieces.take<float>(4 * kSums);
-    for (bf16*& piece : weights) piece = pieces.take<bf16>(kKeyGroups * 2 * kTile);
-    query = pieces.take<bf16>(kQueryGroups * 2 * nk * kTile);
-    out = pieces.take<float>(kQueryGroups * 4 * nv * kSums);
-    shift = pieces.take<float>(kAmxQueries);
-    sum = pieces.take<float>(kAmxQueries);
-    rounded_sum = pieces.take<float>(kAmxQueries);
-    lanes = pieces.take<Lanes<float>>(1);
-    bytes = pieces.used;
+  SK_INLINE PackedForward(const AttentionShape& s, int64_t keys, const void* memory)
+      : key_depth(tiles(s.head_dim, 32)), value_depth(tiles(s.value_dim, 32)) {
+    const int64_t groups = tiles(keys, kGroup);
+    key = static_cast<BFloat16*>(const_cast<void*>(memory));
+    value_t = key + groups * 2 * key_depth * kTileElements;
+    bad = reinterpret_cast<uint8_t*>(value_t + groups * 2 * value_depth * kTileElements);
+    bytes = groups * 2 * (key_depth + value_depth) * kTileBytes + (groups + 63) / 64 * 64;
   }
 };
 
+// `count` rows as right or left tiles, zeros up to whole groups.
+template <class Pack>
+SK_INLINE void pack_groups(const Pack& pack, const Rows& m, int64_t first, int64_t count, int64_t columns,
+                           BFloat16* to) {
+  pack(m, first, count, columns, to);
+  const int64_t depth = tiles(columns, 32), packed = tiles(count, 16);
+  if (packed % 2 != 0) __builtin_memset(to + packed * depth * kTileElements, 0, depth * kTileBytes);
+}
+
+inline void pack_values(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to, uint8_t* bad) {
+  const int64_t depth = 2 * tiles(columns, 32);
+  const __m512i low_exponent = _mm512_set1_epi32(0x7f80), high_exponent = _mm512_set1_epi32(0x7f800000);
+  const __m512i low_half = _mm512_set1_epi32(0xffff), high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  for (int64_t t = 0; t < tiles(count, kGroup); ++t) {
+    __mmask16 found = 0;
+    for (int64_t c = 0; c < depth; ++c) {
+      Vec<float> v[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        __m512i x = load_pairs(m, first + t * kGroup + 2 * i, first + count, c * 16, columns);
+        const __mmask16 low = _mm512_cmpeq_epi32_mask(_mm512_and_si512(x, low_exponent), low_exponent);
+        const __mmask16 high = _mm512_cmpeq_epi32_mask(_mm512_and_si512(x, high_exponent), high_exponent);
+        found = static_cast<__mmask16>(found | low | high);
+        x = _mm512_mask_and_epi32(x, low, x, high_half);
+        v[i] = bit_cast<Vec<float>>(_mm512_mask_and_epi32(x, high, x, low_half));
+      }
+      transpose_square<float>(v);
+      BFloat16* tile = to + (t * depth + c) * kTileElements;
+      for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 32, bit_cast<__m512i>(v[i]));
+    }
+    bad[t] = found != 0;
+  }
+}
+
+inline void pack_forward(const AttentionShape& s, int64_t keys, Rows key, Rows value, int64_t key_block,
+                         void* packed) {
+  const PackedForward to(s, keys, packed);
+  const int64_t k0 = key_block * kBlockK, count = min(kBlockK, keys - k0), group = k0 / kGroup;
+  pack_groups(pack_rows, key, k0, count, s.head_dim, to.key + group * 2 * to.key_depth * kTileElements);
+  pack_values(value, k0, count, s.value_dim, to.value_t + group * 2 * to.value_depth * kTileElements, to.bad + group);
+}
+
+// ---- scratch memory ------------------------------------------------------------------------------------------------
+
+struct ForwardTiles {
+  float* scores[2];
+  BFloat16 *weights[2], *query;
+  float *out, *shift, *sum, *rounded_sum;  // shift: -M; out: tiles of O^T
+  Lanes<float>* lanes;
+  int64_t elements;
+  SK_INLINE ForwardTiles(const AttentionShape& s, void* memory) {
+    Arena<float> arena{static_cast<float*>(memory)};
+    const auto take_tiles = [&](int64_t count) {
+      return reinterpret_cast<BFloat16*>(arena.take(count * (kTileBytes / 4)));
+    };
+    for (float*& piece : scores) piece = arena.take(kGroup * kGroup);
+    for (BFloat16*& piece : weights) piece = take_tiles(kRunGroups * 2);
+    query = take_tiles(kQueryGroups * 2 * tiles(s.head_dim, 32));
+    out = arena.take(kQueryGroups * 4 * tiles(s.value_dim, 32) * kSums);
+    shift = arena.take(kBlockQ);
+    sum = arena.take(kBlockQ);
+    rounded_sum = arena.take(kBlockQ);
+    lanes = reinterpret_cast<Lanes<float>*>(arena.take(kLanesElements<float>));
+    elements = arena.used;
+  }
+};
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// Scores of a group, (32, 32), in tiles 0 to 3: zero, the steps [from, to) of K Q^T, and to memory.
+SK_INLINE void scores_begin() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+SK_INLINE void scores_add(const BFloat16* key, const BFloat16* query, int64_t depth, int64_t from, int64_t to) {
+#pragma GCC unroll 4
+  for (int64_t d = from; d < to; ++d) {
+    SK_TILE_LOAD(4, key + d * kTileElements, 64);
+    SK_TILE_LOAD(6, query + d * kTileElements, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    SK_TILE_LOAD(7, query + (depth + d) * kTileElements, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    SK_TILE_LOAD(5, key + (depth + d) * kTileElements, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+SK_INLINE void scores_end(float* scores) {
+  SK_TILE_STORE(0, scores, 4 * kGroup);
+  SK_TILE_STORE(1, scores + 16, 4 * kGroup);
+  SK_TILE_STORE(2, scores + 16 * kGroup, 4 * kGroup);
+  SK_TILE_STORE(3, scores + 16 * kGroup + 16, 4 * kGroup);
+}
+
+// O^T, 32 columns of V by 32 queries, in tiles 4 to 7.
+SK_INLINE void out_begin(const float* out) {
+  SK_TILE_LOAD(4, out, 64);
+  SK_TILE_LOAD(5, out + kSums, 64);
+  SK_TILE_LOAD(6, out + 2 * kSums, 64);
+  SK_TILE_LOAD(7, out + 3 * kSums, 64);
+}
+SK_INLINE void out_add(const BFloat16* value_t, const BFloat16* weights) {
+  SK_TILE_LOAD(0, value_t, 64);
+  SK_TILE_LOAD(2, weights, 64);
+  _tile_dpbf16ps(4, 0, 2);
+  SK_TILE_LOAD(3, weights + kTileElements, 64);
+  _tile_dpbf16ps(5, 0, 3);
+  SK_TILE_LOAD(1, value_t + kTileElements, 64);
+  _tile_dpbf16ps(6, 1, 2);
+  _tile_dpbf16ps(7, 1, 3);
+}
+SK_INLINE void out_end(float* out) {
+  SK_TILE_STORE(4, out, 64);
+  SK_TILE_STORE(5, out + kSums, 64);
+  SK_TILE_STORE(6, out + 2 * kSums, 64);
+  SK_TILE_STORE(7, out + 3 * kSums, 64);
+}
+
+// ---- visibility ----------------------------------------------------------------------------------------------------
+
+// Which lanes see a key: bit q of seen[half][key].
+struct GroupMask {
+  __mmask16 seen[2][kGroup];
+};
+
+// Whether the queries [q, q + count) see all of the keys [k, k + 32).
+SK_INLINE bool all_visible(const AttentionSequence& s, int64_t q, int64_t count, int64_t k) {
+  return k >= q + count - 1 + s.lower && k + kGroup - 1 <= q + s.upper && k + kGroup <= s.keys;
+}
+inline void fill_mask(const AttentionSequence& s, int64_t q, int64_t k, GroupMask& mask) {
+  for (int half = 0; half < 2; ++half) {
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const int64_t key = k + i, first = clamp(key - s.upper - q - 16 * half, 0, 16);
+      const int64_t end = key < s.keys ? clamp(key - s.lower - q - 16 * half + 1, 0, 16) : 0;
+      mask.seen[half][i] = static_cast<__mmask16>(first_lanes(end) & ~first_lanes(first));
+    }
+  }
+}
+
+// ---- weights -------------------------------------------------------------------------------------------------------
+
+// 2^x with a relative error of 1e-4: as exp2_bf16, one degree less.
+SK_INLINE __m512 exp2_rough(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.078024523f), r, _mm512_set1_ps(0.22606716f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69583356f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.99992807f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// Two vectors rounded to bfloat16, pair by pair: half a unit added as integers, which also holds for infinity and NaN.
+SK_INLINE __m512i round_pairs(__m512 low, __m512 high) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i a = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(low), half), 16);
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_add_epi32(_mm512_castps_si512(high), half));
+}
+
 // The state of 16 queries' softmax while a run of groups goes on.
-struct Half {
+struct Softmax {
   __m512 shift, sum, rounded;
   __m512i any;  // OR of all entries
 };
 
 // 16 keys by 16 queries: half a group's lanes of scores become rows of pairs.
 template <bool masked>
-SK_INLINE void weigh_scores(const float* scores, __m512 c, const __mmask16* seen, Half& h, bf16* weights) {
+SK_INLINE void weigh_scores(const float* scores, __m512 c, const __mmask16* seen, Softmax& h, BFloat16* weights) {
   __m512 sum0 = h.sum, sum1 = _mm512_setzero_ps(), rounded = h.rounded;
   __m512i any = h.any;
   const __m512i ones = _mm512_set1_epi32(0x3f803f80);
@@ -67,7 +254,7 @@ SK_INLINE void weigh_scores(const float* scores, __m512 c, const __mmask16* seen
     sum0 = _mm512_add_ps(sum0, a);
     sum1 = _mm512_add_ps(sum1, b);
     any = _mm512_ternarylogic_epi32(any, _mm512_castps_si512(a), _mm512_castps_si512(b), 0xfe);
-    const __m512i row = pair(Rounded(a), Rounded(b));
+    const __m512i row = round_pairs(a, b);
     rounded = _mm512_dpbf16_ps(rounded, reinterpret_cast<__m512bh>(row), reinterpret_cast<__m512bh>(ones));
     _mm512_store_si512(weights + 32 * i, row);
   }
@@ -86,31 +273,31 @@ class AmxForward {
         nk_(nk),
         nv_(nv),
         t_(p.shape, memory),
-        packed_(p.shape, p.sequence.keys, false, p.packed),
-        q0_(query_block * kAmxQueries),
-        queries_(min(kAmxQueries, p.sequence.queries - q0_)),
+        packed_(p.shape, p.sequence.keys, p.packed),
+        q0_(query_block * kBlockQ),
+        queries_(min(kBlockQ, p.sequence.queries - q0_)),
         groups_((queries_ + kGroup - 1) / kGroup),
         options_(modified(p.shape) || p.shape.dropout.active),
         modified_(modified(p.shape)) {}
 
   void run() {
-    pack_transposed_pairs(p_.query, q0_, queries_, s_.head_dim, nk_, t_.query);
-    if (options_) fill_all_lanes(s_, band_, p_.bias, q0_, queries_, t_.lanes);
+    pack_groups(pack_columns, p_.query, q0_, queries_, s_.head_dim, t_.query);
+    if (options_) fill_lanes(s_, band_, p_.bias, 0, q0_, queries_, 0, t_.lanes);
     start();
     {
-      const Tiles tiles;
+      const TileConfiguration configuration;
       multiply_all();
     }
     finish();
   }
 
  private:
-  // Groups of keys [begin, end) for one group of queries; at most kKeyGroups.
+  // Groups of keys [begin, end) for one group of queries; at most kRunGroups.
   struct Run {
     int64_t group = 0, begin = 0, end = 0;
   };
   struct Pending {
-    const bf16 *value, *weights;
+    const BFloat16 *value, *weights;
     float* out;
     int64_t group, count, done;  // done: of the nv columns of 2 tiles
   };
@@ -120,7 +307,7 @@ class AmxForward {
     const float sink = p_.sinks ? *static_cast<const float*>(p_.sinks) * kLog2e : -kInfinity<float>;
     const float shift = sink == -kInfinity<float> ? kNoShift : -(__builtin_ceilf(sink) + kHeadroom);
     const float weight = sink == -kInfinity<float> ? 0.0f : __builtin_exp2f(sink + shift);
-    for (int64_t q = 0; q < kAmxQueries; ++q) {
+    for (int64_t q = 0; q < kBlockQ; ++q) {
       t_.shift[q] = shift;
       t_.sum[q] = t_.rounded_sum[q] = weight;
     }
@@ -128,7 +315,7 @@ class AmxForward {
     seen_end_ = 0;
     for (int64_t g = 0; g < groups_; ++g) {
       const Range seen = visible_range(band_, q0_ + g * kGroup, q0_ + min(queries_, (g + 1) * kGroup));
-      seen_[g] = {seen.begin / kGroup, tiles32(seen.end)};
+      seen_[g] = {seen.begin / kGroup, tiles(seen.end, kGroup)};
       if (seen.begin < seen.end) {
         seen_begin_ = seen_end_ == 0 ? seen_[g].begin : min(seen_begin_, seen_[g].begin);
         seen_end_ = max(seen_end_, seen_[g].end);
@@ -144,7 +331,7 @@ class AmxForward {
       const int64_t begin = max(max(at, super), seen_[group].begin);
       const int64_t end = min(seen_[group].end, super + kSuperGroups);
       if (begin < end) {
-        run = {group, begin, min(end, (begin / kKeyGroups + 1) * kKeyGroups)};
+        run = {group, begin, min(end, (begin / kRunGroups + 1) * kRunGroups)};
         if (!mask_hides_tile(s_, *t_.lanes, run.begin * kGroup, 0, min(run.end * kGroup, band_.keys) - run.begin * kGroup))
           return true;
         at = run.end;
@@ -159,19 +346,19 @@ class AmxForward {
   }
 
   SK_INLINE void output(Pending& w, int64_t from, int64_t to) const {
-    const bf16* value = w.value + 2 * w.done * kTile;
+    const BFloat16* value = w.value + 2 * w.done * kTileElements;
     for (int64_t g = from; g < to; ++g) {
-      const bf16 *v = value + g * 2 * nv_ * kTile, *weights = w.weights + g * 2 * kTile;
-      sums_product(v, v + kTile, weights, weights + kTile);
+      const BFloat16 *v = value + g * 2 * nv_ * kTileElements, *weights = w.weights + g * 2 * kTileElements;
+      out_add(v, weights);
     }
   }
   SK_INLINE void output_begin(const Pending& w) const {
     const float* out = w.out + w.done * 4 * kSums;
-    sums_load(out, out + 2 * kSums, 16, kSums);
+    out_begin(out);
   }
   SK_INLINE void output_end(Pending& w) const {
     float* out = w.out + w.done * 4 * kSums;
-    sums_store(out, out + 2 * kSums, 16, kSums);
+    out_end(out);
     ++w.done;
   }
   SK_INLINE void outputs(Pending& w, int64_t end) const {
@@ -183,18 +370,18 @@ class AmxForward {
   }
 
   template <bool masked>
-  SK_INLINE void weigh_group(const float* scores, __m512 c, const GroupMask& mask, Half (&h)[2], bf16* weights) const {
+  SK_INLINE void weigh_group(const float* scores, __m512 c, const GroupMask& mask, Softmax (&h)[2], BFloat16* weights) const {
     weigh_scores<masked>(scores, c, mask.seen[0], h[0], weights);
-    weigh_scores<masked>(scores + 16, c, mask.seen[1], h[1], weights + kTile);
+    weigh_scores<masked>(scores + 16, c, mask.seen[1], h[1], weights + kTileElements);
     weigh_scores<masked>(scores + 16 * kGroup, c, mask.seen[0] + 16, h[0], weights + 256);
-    weigh_scores<masked>(scores + 16 * kGroup + 16, c, mask.seen[1] + 16, h[1], weights + kTile + 256);
+    weigh_scores<masked>(scores + 16 * kGroup + 16, c, mask.seen[1] + 16, h[1], weights + kTileElements + 256);
   }
 
-  SK_INLINE Half load_half(int64_t q) const {
+  SK_INLINE Softmax load_half(int64_t q) const {
     return {_mm512_load_ps(t_.shift + q), _mm512_load_ps(t_.sum + q), _mm512_load_ps(t_.rounded_sum + q),
             _mm512_setzero_si512()};
   }
-  SK_INLINE void store_half(int64_t q, const Half& h) const {
+  SK_INLINE void store_half(int64_t q, const Softmax& h) const {
     _mm512_store_ps(t_.shift + q, h.shift);
     _mm512_store_ps(t_.sum + q, h.sum);
     _mm512_store_ps(t_.rounded_sum + q, h.rounded);
@@ -202,7 +389,7 @@ class AmxForward {
 
   // Raises M where the group's scores ask for it, and scales all that was weighted with the old one.
   __attribute__((noinline)) void raise(const float* scores, __m512 c, const GroupMask* mask, int64_t group,
-                                       Half (&h)[2], bf16* weights, int64_t count, const Pending& pending) const {
+                                       Softmax (&h)[2], BFloat16* weights, int64_t count, const Pending& pending) const {
     for (int half = 0; half < 2; ++half) {
       __m512 top = _mm512_set1_ps(-kInfinity<float>);
       for (int64_t k = 0; k < kGroup; ++k) {
@@ -225,14 +412,14 @@ class AmxForward {
         }
       scale_weights(weights, count, half, factor);
       if (pending.group == group && pending.done < nv_)
-        scale_weights(const_cast<bf16*>(pending.weights), pending.count, half, factor);
+        scale_weights(const_cast<BFloat16*>(pending.weights), pending.count, half, factor);
     }
   }
-  static void scale_weights(bf16* weights, int64_t count, int half, __m512 factor) {
+  static void scale_weights(BFloat16* weights, int64_t count, int half, __m512 factor) {
     const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     for (int64_t g = 0; g < count; ++g)
       for (int64_t i = 0; i < 16; ++i) {
-        bf16* row = weights + (2 * g + half) * kTile + 32 * i;
+        BFloat16* row = weights + (2 * g + half) * kTileElements + 32 * i;
         const __m512i v = _mm512_load_si512(row);
         const __m512 a = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), factor);
         const __m512 b = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(v, high)), factor);
@@ -242,14 +429,14 @@ class AmxForward {
   }
 
   // Values that are not finite were packed as 0: they reach only who gives them a weight.
-  __attribute__((noinline)) void add_bad_values(int64_t key_group, int64_t group, const bf16* weights) const {
+  __attribute__((noinline)) void add_bad_values(int64_t key_group, int64_t group, const BFloat16* weights) const {
     for (int64_t k = 0; k < min(kGroup, band_.keys - key_group * kGroup); ++k) {
-      const bf16* row = at<bf16>(p_.value, key_group * kGroup + k);
+      const BFloat16* row = at<BFloat16>(p_.value, key_group * kGroup + k);
       for (int64_t c = 0; c < s_.value_dim; ++c) {
         if ((row[c].bits & 0x7f80) != 0x7f80) continue;
         const float value = as_float(row[c]);
         for (int64_t q = 0; q < kGroup; ++q) {
-          const bf16 weight = weights[q / 16 * kTile + k / 2 * 32 + q % 16 * 2 + k % 2];
+          const BFloat16 weight = weights[q / 16 * kTileElements + k / 2 * 32 + q % 16 * 2 + k % 2];
           if (weight.bits & 0x7fff)
             t_.out[((group * 2 * nv_ + c / 16) * 2 + q / 16) * kSums + c % 16 * 16 + q % 16] +=
                 as_float(weight) * value;
@@ -257,11 +444,11 @@ class AmxForward {
       }
     }
   }
-  SK_INLINE static float as_float(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+  SK_INLINE static float as_float(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
   // The same with all options: the tile is modified and weighted in place.
-  void weigh_options(float* scores, int64_t key_group, int64_t group, const GroupMask* mask, Half (&h)[2],
-                     bf16* weights, int64_t count, const Pending& pending) const {
+  void weigh_options(float* scores, int64_t key_group, int64_t group, const GroupMask* mask, Softmax (&h)[2],
+                     BFloat16* weights, int64_t count, const Pending& pending) const {
     const int64_t k0 = key_group * kGroup, keys = min(kGroup, band_.keys - k0), first = group * kGroup;
     const Part part{0, keys, first, first + kGroup};
     if (modified_) {
@@ -271,7 +458,7 @@ class AmxForward {
       modify_scores(s_, *t_.lanes, k0, part, scores - first, kGroup);
     }
     const __m512 c = factor();
-    raise(scores, c, mask, group, h, weights - count * 2 * kTile, count, pending);
+    raise(scores, c, mask, group, h, weights - count * 2 * kTileElements, count, pending);
     for (int half = 0; half < 2; ++half) {
       for (int64_t k = 0; k < kGroup; ++k) {
         float* at = scores + k * kGroup + 16 * half;
@@ -286,8 +473,8 @@ class AmxForward {
     for (int half = 0; half < 2; ++half)
       for (int64_t i = 0; i < 16; ++i) {
         const float* at = scores + 2 * i * kGroup + 16 * half;
-        _mm512_store_si512(weights + half * kTile + 32 * i,
-                           pair(Rounded(_mm512_load_ps(at)), Rounded(_mm512_load_ps(at + kGroup))));
+        _mm512_store_si512(weights + half * kTileElements + 32 * i,
+                           round_pairs(_mm512_load_ps(at), _mm512_load_ps(at + kGroup)));
       }
   }
 
@@ -303,42 +490,42 @@ class AmxForward {
     if (!advance(run)) return;
     Pending pending{nullptr, nullptr, nullptr, -1, 0, nv};
     int current = 0, buffer = 0;
-    const auto rows_of = [&](int64_t key_group) { return packed_.key + key_group * 2 * nk * kTile; };
-    const auto columns_of = [&](int64_t group) { return t_.query + group * 2 * nk * kTile; };
-    score_zero();
-    score_products(rows_of(run.begin), columns_of(run.group), nk, 0, nk);
-    score_store(t_.scores[0]);
+    const auto rows_of = [&](int64_t key_group) { return packed_.key + key_group * 2 * nk * kTileElements; };
+    const auto columns_of = [&](int64_t group) { return t_.query + group * 2 * nk * kTileElements; };
+    scores_begin();
+    scores_add(rows_of(run.begin), columns_of(run.group), nk, 0, nk);
+    scores_end(t_.scores[0]);
     for (bool running = true; running; run = next) {
       next = run;
       running = advance(next);
-      bf16* weights = t_.weights[buffer];
+      BFloat16* weights = t_.weights[buffer];
       const int64_t q = run.group * kGroup, count = run.end - run.begin;
       const int64_t lanes = min(kGroup, queries_ - q);
-      Half h[2] = {load_half(q), load_half(q + 16)};
+      Softmax h[2] = {load_half(q), load_half(q + 16)};
       for (int64_t g = 0; g < count; ++g) {
         const int64_t key_group = run.begin + g;
         float *scores = t_.scores[current], *other = t_.scores[current ^ 1];
-        bf16* to = weights + g * 2 * kTile;
+        BFloat16* to = weights + g * 2 * kTileElements;
         const bool inside = g + 1 < count, more = inside || running;
-        const bf16* rows = rows_of(inside ? key_group + 1 : next.begin);
-        const bf16* columns = columns_of(inside ? run.group : next.group);
+        const BFloat16* rows = rows_of(inside ? key_group + 1 : next.begin);
+        const BFloat16* columns = columns_of(inside ? run.group : next.group);
         const int64_t outputs_end = max(pending.done, (g + 1) * nv / count);
-        const Sight sees = sight(band_, q0_ + q, lanes, key_group * kGroup);
+        const bool all = all_visible(band_, q0_ + q, lanes, key_group * kGroup);
         GroupMask mask;
-        if (sees == Sight::all && !options_) {
-          const Half before[2] = {h[0], h[1]};
+        if (all && !options_) {
+          const Softmax before[2] = {h[0], h[1]};
           h[0].any = h[1].any = _mm512_setzero_si512();
           // The products of the next group, and of the last run with the values, go on beside the exponentials.
           if (more) {
-            score_zero();
-            score_products(rows, columns, nk, 0, (nk + 1) / 2);
+            scores_begin();
+            scores_add(rows, columns, nk, 0, (nk + 1) / 2);
           }
           weigh_scores<false>(scores, c, nullptr, h[0], to);
           if (more) {
-            score_products(rows, columns, nk, (nk + 1) / 2, nk);
-            score_store(other);
+            scores_add(rows, columns, nk, (nk + 1) / 2, nk);
+            scores_end(other);
           }
-          weigh_scores<false>(scores + 16, c, nullptr, h[1], to + kTile);
+          weigh_scores<false>(scores + 16, c, nullptr, h[1], to + kTileElements);
           const bool one = pending.done < outputs_end;
           if (one) {
             output_begin(pending);
@@ -349,7 +536,7 @@ class AmxForward {
             output(pending, (pending.count + 1) / 2, pending.count);
             output_end(pending);
           }
-          weigh_scores<false>(scores + 16 * kGroup + 16, c, nullptr, h[1], to + kTile + 256);
+          weigh_scores<false>(scores + 16 * kGroup + 16, c, nullptr, h[1], to + kTileElements + 256);
           outputs(pending, outputs_end);
           if (__builtin_expect(exceeded(h), 0)) {
             h[0] = before[0];
@@ -359,16 +546,16 @@ class AmxForward {
           }
         } else {
           if (more) {
-            score_zero();
-            score_products(rows, columns, nk, 0, nk);
-            score_store(other);
+            scores_begin();
+            scores_add(rows, columns, nk, 0, nk);
+            scores_end(other);
           }
           outputs(pending, outputs_end);
-          if (sees != Sight::all) fill_mask(band_, q0_ + q, key_group * kGroup, mask);
+          if (!all) fill_mask(band_, q0_ + q, key_group * kGroup, mask);
           if (options_) {
-            weigh_options(scores, key_group, run.group, sees == Sight::all ? nullptr : &mask, h, to, g, pending);
+            weigh_options(scores, key_group, run.group, all ? nullptr : &mask, h, to, g, pending);
           } else {
-            const Half before[2] = {h[0], h[1]};
+            const Softmax before[2] = {h[0], h[1]};
             h[0].any = h[1].any = _mm512_setzero_si512();
             weigh_group<true>(scores, c, mask, h, to);
             if (exceeded(h)) {
@@ -384,13 +571,13 @@ class AmxForward {
       }
       store_half(q, h[0]);
       store_half(q + 16, h[1]);
-      pending = {packed_.value_t + run.begin * 2 * nv * kTile, weights, t_.out + run.group * 4 * nv * kSums, run.group,
+      pending = {packed_.value_t + run.begin * 2 * nv * kTileElements, weights, t_.out + run.group * 4 * nv * kSums, run.group,
                  count, 0};
       buffer ^= 1;
     }
     outputs(pending, nv);
   }
-  SK_INLINE static bool exceeded(const Half (&h)[2]) {
+  SK_INLINE static bool exceeded(const Softmax (&h)[2]) {
     return _mm512_test_epi32_mask(_mm512_or_si512(h[0].any, h[1].any), _mm512_set1_epi32(0x40000000)) != 0;
   }
 
@@ -406,16 +593,13 @@ class AmxForward {
       const __m512 inverse = _mm512_maskz_div_ps(any, _mm512_set1_ps(1), sum);
       for (int64_t v = 0; v * 16 < s_.value_dim; ++v) {
         const float* out = t_.out + ((q / kGroup * 2 * nv_ + v) * 2 + q / 16 % 2) * kSums;
-        __m512i r[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) r[i] = _mm512_castps_si512(_mm512_mul_ps(inverse, _mm512_load_ps(out + 16 * i)));
-        transpose16(r);
-        const __mmask16 columns = static_cast<__mmask16>(first_bits(min(16, s_.value_dim - 16 * v)));
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i)
-          if (q + i < queries_)
-            _mm256_mask_storeu_epi16(at<bf16>(p_.out, q0_ + q + i) + 16 * v, columns,
-                                     reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_castsi512_ps(r[i]))));
+        Vec<float> r[16];
+        for (int i = 0; i < 16; ++i) r[i] = bit_cast<Vec<float>>(_mm512_mul_ps(inverse, _mm512_load_ps(out + 16 * i)));
+        transpose_square<float>(r);
+        const __mmask16 columns = static_cast<__mmask16>(first_lanes(min(16, s_.value_dim - 16 * v)));
+        for (int64_t i = 0; i < min(16, queries_ - q); ++i)
+          _mm256_mask_storeu_epi16(at<BFloat16>(p_.out, q0_ + q + i) + 16 * v, columns,
+                                   bit_cast<__m256i>(_mm512_cvtneps_pbh(bit_cast<__m512>(r[i]))));
       }
     }
   }
@@ -425,13 +609,23 @@ class AmxForward {
   const AttentionSequence& band_;
   const NK nk_;
   const NV nv_;
-  const AmxForwardScratch t_;
-  const PackedKeys packed_;
+  const ForwardTiles t_;
+  const PackedForward packed_;
   const int64_t q0_, queries_, groups_;
   const bool options_, modified_;
   Range seen_[kQueryGroups];  // groups of keys that a group of queries sees
   int64_t seen_begin_ = 0, seen_end_ = 0;
 };
+
+inline void forward(const AttentionForward& p, int64_t query_block, void* memory) {
+  const auto run = [&](auto key_depth, auto value_depth) {
+    AmxForward<decltype(key_depth), decltype(value_depth)>(p, query_block, key_depth, value_depth, memory).run();
+  };
+  const int64_t key_depth = tiles(p.shape.head_dim, 32), value_depth = tiles(p.shape.value_dim, 32);
+  if (key_depth == 2 && value_depth == 2) run(Known<2>{}, Known<2>{});
+  else if (key_depth == 4 && value_depth == 4) run(Known<4>{}, Known<4>{});
+  else run(Unknown{key_depth}, Unknown{value_depth});
+}
 
 }  // namespace
 }  // namespace SK_TIER

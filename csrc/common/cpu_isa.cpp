@@ -2,8 +2,7 @@
 
 #include <atomic>
 #include <cstring>
-
-#if defined(__x86_64__) && defined(__linux__)
+#if SK_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -14,19 +13,19 @@ namespace {
 
 constexpr const char* kNames[] = {"generic", "avx2", "avx512", "amx"};
 
-#if SK_X86_TIERS && defined(__linux__)
-// Tiles of bfloat16, which the kernel must allow this process to keep: asked once, for all its threads.
-bool has_amx() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
+#if SK_AMX
+// Tiles with bfloat16 products and the AVX-512 conversions, in the processor and with the kernel's leave: a process has
+// to ask once before its first use of tiles, for all its threads.
+bool amx_usable() {
+  unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
-  if (!(d & kAmxBf16) || !(d & kAmxTile)) return false;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kAvx512Bf16)) return false;
+  constexpr unsigned kTile = 1u << 24, kTileBf16 = 1u << 22;
+  if ((d & kTile) == 0 || (d & kTileBf16) == 0) return false;
+  constexpr unsigned kAvx512Bf16 = 1u << 5;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & kAvx512Bf16) == 0) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
-#else
-bool has_amx() { return false; }
 #endif
 
 Isa detect() {
@@ -34,7 +33,10 @@ Isa detect() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
-    return has_amx() ? Isa::amx : Isa::avx512;
+#if SK_AMX
+    if (amx_usable()) return Isa::amx;
+#endif
+    return Isa::avx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::avx2;
 #endif

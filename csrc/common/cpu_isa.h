@@ -1,8 +1,7 @@
 // The instruction-set tiers of the CPU kernels, and which of them runs.
 //
 // Every csrc/<op>/<op>_cpu.cpp is compiled once per tier with other flags, inside `namespace seqkern::SK_TIER`, and
-// exports one table of entry points. The host code of the op asks for the active tier's table on every call. The tier
-// amx is avx512's tables, but for the ops that have an <op>_amx.cpp and ask for it.
+// exports one table of entry points. The host code of the op asks for the active tier's table on every call.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -13,6 +12,7 @@
 
 namespace seqkern {
 
+// amx: AVX-512 with matrix tiles for bfloat16. Ops without kernels of their own for it run those of avx512.
 enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
 
 // The tier in use: the best one this machine has, unless SEQKERN_CPU_ISA or set_isa() chose another.
