@@ -13,15 +13,13 @@
 #define SK_BLOCK_K 128
 #include "attention_amx.h"
 
+#include "attention_amx_forward.h"
 #include "attention_backward.h"
 #include "attention_few.h"
-#include "attention_forward.h"
 
 namespace seqkern {
 namespace SK_TIER {
 namespace {
-
-constexpr float kLog2e = 1.44269504088896f;
 
 static_assert(kBlockK % 32 == 0 && kBlockQ % 32 == 0 && kStrip == 16 && W<float> == 16, "tiles of 16, pairs of 32");
 
@@ -52,10 +50,14 @@ struct PackedKeys {
 };
 
 int64_t pack_bytes(const AttentionShape& s, int64_t keys, bool backward) {
-  return backward ? PackedKeys(s, keys, nullptr).bytes : 0;
+  return backward ? PackedKeys(s, keys, nullptr).bytes : PackedForward(s, keys, nullptr).bytes;
 }
 
-void pack(const AttentionShape& s, int64_t keys, bool, Rows key, Rows value, int64_t key_block, void* packed) {
+void pack(const AttentionShape& s, int64_t keys, bool backward, Rows key, Rows value, int64_t key_block, void* packed) {
+  if (!backward) {
+    pack_forward(s, keys, key, value, key_block, packed);
+    return;
+  }
   const PackedKeys to(s, keys, packed);
   const int64_t k0 = key_block * kBlockK, count = min(kBlockK, keys - k0);
   const auto tile = [](const Tiles& t) { return static_cast<BFloat16*>(const_cast<void*>(t.data)); };
@@ -413,9 +415,9 @@ void mask_write(const AttentionShape& s, const void* sum, int64_t stride, int64_
 
 int64_t padded(Dtype, int64_t dim) { return round_up<float>(dim); }
 
-template <template <class> class Memory>
+template <class Memory>
 int64_t bytes_of(const AttentionShape& s) {
-  return Memory<float>(s, nullptr).elements * 4;
+  return Memory(s, nullptr).elements * 4;
 }
 
 }  // namespace
@@ -425,13 +427,13 @@ const AttentionKernels attention_kernels = {kBlockQ,
                                             padded,
                                             pack_bytes,
                                             pack,
-                                            bytes_of<ForwardScratch>,
+                                            bytes_of<ForwardTiles>,
                                             backward_scratch,
-                                            forward_block<BFloat16>,
+                                            forward,
                                             kFewRows,
                                             kFewKeys,
-                                            bytes_of<FewScratch>,
-                                            bytes_of<FewPartial>,
+                                            bytes_of<FewScratch<float>>,
+                                            bytes_of<FewPartial<float>>,
                                             few_chunk<BFloat16>,
                                             few_combine_rows<BFloat16>,
                                             backward_begin,

@@ -21,6 +21,7 @@ namespace {
 
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileElements = kTileBytes / 2;
+constexpr float kLog2e = 1.44269504088896f;
 
 SK_INLINE int64_t tiles(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
 
