@@ -401,7 +401,7 @@ def attention_case(
             weights = weights * kept / (1 - dropout_p)
         return weights.to(value.dtype) @ value.repeat_interleave(heads // kv_heads, 1), lse
 
-    # Gradients of scores are p (dp - delta). What torch computes here, keeping p, sums delta from the very same p and dp;
+    # Gradients of scores are p (dp - delta). What torch computes here, keeping p, sums delta from the same p and dp;
     # a kernel that does not has the two terms rounded independently (FlashAttention's tests allow gradients three times
     # torch's error). And of a few numbers, each a sum over all queries, torch's error can be small by luck.
     factors = dict.fromkeys(("grad query", "grad key", "grad value", "grad attn_mask"), 2.0 if plain else 4.0)
