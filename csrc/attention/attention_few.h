@@ -12,24 +12,30 @@ namespace SK_TIER {
 namespace {
 
 constexpr int64_t kFewRows = 16, kFewKeys = 512;
-// Up to so many rows, scores are sums along the keys' rows; beyond, a product with one vector of lanes is faster,
-// though it takes as long for one row as for 16.
-constexpr int64_t kDotRows = 8;
+// Up to so many rows, scores are sums along the keys' rows and lie by rows; beyond (and with short vectors, which gain
+// nothing by it), a product with one vector of lanes is faster, though it takes as long for one row as for 16, and they
+// lie by keys as everywhere.
+template <class A>
+constexpr int64_t kDotRows = W<A> >= 8 ? 8 : 0;
 // Up to so many rows, values are read in place, in their own type, and outputs stay in registers.
 constexpr int64_t kDirectRows = 4;
 // How many keys ahead memory is asked for: a core that waits for each line as it comes to it gets half the bandwidth.
 constexpr int64_t kAhead = 32;
+constexpr int64_t kRowStride = kFewKeys + 16;
 
 template <class A>
 struct FewScratch {
-  A *query, *query_t, *scores, *key, *value, *max, *sum;  // query: one of (rows, dim) and (dim, rows)
-  int64_t *first, *end;                                   // the keys that a lane sees
+  A *query, *query_t;  // one of the two: (rows, dim) padded, or (dim, kFewRows)
+  A *by_row, *by_key;  // scores: (kDotRows<A>, kRowStride), (kFewKeys, kFewRows)
+  A *key, *value, *max, *sum;
+  int64_t *first, *end;  // the keys that a row sees
   Lanes<A>* lanes;
   int64_t elements;
   SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
     Arena<A> arena{static_cast<A*>(memory)};
     query = query_t = arena.take(round_up<A>(s.head_dim) * kFewRows);
-    scores = arena.take(kFewKeys * kFewRows);
+    by_row = arena.take(kDotRows<A> * kRowStride);
+    by_key = arena.take(kFewKeys * kFewRows);
     key = arena.take(kBlockK * round_up<A>(s.head_dim));
     value = arena.take(kBlockK * round_up<A>(s.value_dim));
     max = arena.take(kFewRows);
@@ -73,42 +79,122 @@ SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
   return v[0];
 }
 
-// scores[k, row] = sum_d key[k, d] query[row, d]. `query` is padded with zeros to whole vectors.
-template <class T, class A = acc_t<T>>
-void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, bool ahead,
-                  A* scores) {
+// scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time.
+template <class T, int ROWS, class A = acc_t<T>>
+SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, bool ahead, A* scores) {
+  constexpr int kKeys = W<A> / ROWS;
   const int64_t padded = round_up<A>(dim), whole = dim / W<A> * W<A>;
-  for (int64_t k = 0; k < keys; k += W<A>) {
-    const int64_t count = min(W<A>, keys - k);
-    for (int64_t row = 0; row < rows; ++row) {
-      const A* q = query + row * padded;
-      Vec<A> sums[W<A>] = {};
-      if (count == W<A>) {
-        for (int64_t d = 0; d < whole; d += W<A>) {
-          const Vec<A> x = load(q + d);
+#pragma GCC unroll 1
+  for (int k = 0; k < W<A>; k += kKeys, key += kKeys * stride) {
+    Vec<A> sums[W<A>] = {};
+    for (int64_t d = 0; d < whole; d += W<A>) {
 #pragma GCC unroll 16
-          for (int i = 0; i < W<A>; ++i) {
-            const T* from = key + (k + i) * stride + d;
-            if (row == 0 && ahead) __builtin_prefetch(from + kAhead * stride, 0, 2);
-            sums[i] += load(from) * x;
-          }
-        }
-        if (whole < dim) {
-          const Vec<A> x = load(q + whole);
-          for (int i = 0; i < W<A>; ++i) sums[i] += load_upto(key + (k + i) * stride + whole, dim - whole) * x;
-        }
-      } else {
-        for (int i = 0; i < count; ++i)
-          for (int64_t d = 0; d < dim; d += W<A>)
-            sums[i] += load_upto(key + (k + i) * stride + d, dim - d) * load(q + d);
+      for (int i = 0; i < kKeys; ++i) {
+        if (ahead) __builtin_prefetch(key + (i + kAhead) * stride + d, 0, 2);
+        const Vec<A> x = load(key + i * stride + d);
+        for (int r = 0; r < ROWS; ++r) sums[r * kKeys + i] += x * load(query + r * padded + d);
       }
-      const Vec<A> result = sum_rows<A>(sums);
-      for (int64_t i = 0; i < count; ++i) scores[(k + i) * kFewRows + row] = result[i];
+    }
+    if (whole < dim) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) {
+        const Vec<A> x = load_partial(key + i * stride + whole, dim - whole);
+        for (int r = 0; r < ROWS; ++r) sums[r * kKeys + i] += x * load(query + r * padded + whole);
+      }
+    }
+    const Vec<A> result = sum_rows<A>(sums);
+    for (int r = 0; r < ROWS; ++r)
+      __builtin_memcpy(scores + r * kRowStride + k, reinterpret_cast<const char*>(&result) + r * kKeys * sizeof(A),
+                       kKeys * sizeof(A));
+  }
+}
+
+// The same for any number of keys and rows. `query` is padded with zeros to whole vectors.
+template <class T, class A = acc_t<T>>
+void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, A* scores) {
+  const int64_t padded = round_up<A>(dim);
+  int64_t k = 0;
+  for (; k + W<A> <= keys; k += W<A>) {
+    int64_t row = 0;
+    if constexpr (W<A> >= 4) {
+      for (; row + 4 <= rows; row += 4)
+        dot_block<T, 4>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
+    }
+    for (; row + 2 <= rows; row += 2)
+      dot_block<T, 2>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
+    if (row < rows)
+      dot_block<T, 1>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
+  }
+  for (; k < keys; ++k) {
+    for (int64_t row = 0; row < rows; ++row) {
+      Vec<A> sum = {};
+      for (int64_t d = 0; d < dim; d += W<A>)
+        sum += load_upto(key + k * stride + d, dim - d) * load(query + row * padded + d);
+      scores[row * kRowStride + k] = sum_lanes<A>(sum);
     }
   }
 }
 
-// out[row, c] (+)= sum_k P[k, row] V[k, c] for ROWS rows and NV vectors of columns, the last of `count` columns.
+// Scores by rows to scores by keys, and back: for the keys of [begin, end), and more up to whole vectors.
+template <class A>
+void rows_to_keys(const FewScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
+  for (int64_t k = begin / W<A> * W<A>; k < end; k += W<A>) {
+    for (int64_t q = 0; q < rows; q += W<A>) {
+      Vec<A> v[W<A>];
+      for (int i = 0; i < W<A>; ++i) v[i] = q + i < rows ? load(t.by_row + (q + i) * kRowStride + k) : Vec<A>{};
+      transpose_square<A>(v);
+      for (int i = 0; i < W<A>; ++i) store(t.by_key + (k + i) * kFewRows + q, v[i]);
+    }
+  }
+}
+template <class A>
+void keys_to_rows(const FewScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
+  for (int64_t k = begin / W<A> * W<A>; k < end; k += W<A>) {
+    for (int64_t q = 0; q < rows; q += W<A>) {
+      Vec<A> v[W<A>];
+      for (int i = 0; i < W<A>; ++i) v[i] = load(t.by_key + (k + i) * kFewRows + q);
+      transpose_square<A>(v);
+      for (int i = 0; i < min(W<A>, rows - q); ++i) store(t.by_row + (q + i) * kRowStride + k, v[i]);
+    }
+  }
+}
+
+// Scores by rows to probabilities, unnormalised.
+template <class A>
+void softmax_rows(const FewScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
+  const int64_t from = begin / W<A> * W<A>, to = round_up<A>(end);
+  for (int64_t q = 0; q < rows; ++q) {
+    A* scores = t.by_row + q * kRowStride;
+    for (int64_t k = from; k < min(t.first[q], to); ++k) scores[k] = -kInfinity<A>;
+    for (int64_t k = max(from, t.end[q]); k < to; ++k) scores[k] = -kInfinity<A>;
+    Vec<A> most = broadcast<A>(-kInfinity<A>), sum = {};
+    for (int64_t k = from; k < to; k += W<A>) most = vmax(load(scores + k), most);
+    t.max[q] = max_lanes<A>(most);
+    const Vec<A> shift = broadcast<A>(t.max[q] == -kInfinity<A> ? A(0) : t.max[q]);
+    for (int64_t k = from; k < to; k += W<A>) {
+      const Vec<A> x = exp_nonpositive<A>(load(scores + k) - shift);
+      store(scores + k, x);
+      sum += x;
+    }
+    t.sum[q] = sum_lanes<A>(sum);
+  }
+}
+
+// The same for scores by keys.
+template <class A>
+void softmax_lanes(const FewScratch<A>& t, int64_t rows, int64_t lanes, int64_t begin, int64_t end) {
+  for (int64_t q = 0; q < rows; ++q) {
+    for (int64_t k = begin; k < min(t.first[q], end); ++k) t.by_key[k * kFewRows + q] = -kInfinity<A>;
+    for (int64_t k = max(begin, t.end[q]); k < end; ++k) t.by_key[k * kFewRows + q] = -kInfinity<A>;
+  }
+  for (int64_t q = 0; q < lanes; q += W<A>) {
+    update_max<A, 1>(t.by_key + begin * kFewRows + q, kFewRows, end - begin, t.max + q);
+    for (int64_t k = begin; k < end; k += kBlockK)  // each block a sum of its own
+      exponentials<A, 1>(t.by_key + k * kFewRows + q, kFewRows, min(kBlockK, end - k), t.max + q, t.sum + q);
+  }
+}
+
+// out[row, c] (+)= sum_k P[row, k] V[k, c] for ROWS rows and NV vectors of columns, the last of `count` columns.
 template <class T, int ROWS, int NV, class A = acc_t<T>>
 SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t count, A* out,
                      int64_t width, bool accumulate) {
@@ -118,7 +204,7 @@ SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stri
     for (int j = 0; j < NV; ++j) {
       __builtin_prefetch(from + kAhead * stride + j * W<A>, 0, 2);
       const Vec<A> v = NV == 1 ? load_upto(from, count) : load(from + j * W<A>);
-      for (int r = 0; r < ROWS; ++r) sums[r][j] += broadcast<A>(scores[k * kFewRows + r]) * v;
+      for (int r = 0; r < ROWS; ++r) sums[r][j] += broadcast<A>(scores[r * kRowStride + k]) * v;
     }
   }
   for (int r = 0; r < ROWS; ++r) {
@@ -131,12 +217,50 @@ SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stri
 template <class T, int ROWS, class A = acc_t<T>>
 void weighted_values(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t columns, A* out,
                      int64_t width, bool accumulate) {
-  constexpr int kVecs = kGemmVecs;
-  int64_t c = 0;
-  for (; c + kVecs * W<A> <= columns; c += kVecs * W<A>)
-    weigh<T, ROWS, kVecs>(scores, keys, value + c, stride, columns - c, out + c, width, accumulate);
-  for (; c < columns; c += W<A>)
-    weigh<T, ROWS, 1>(scores, keys, value + c, stride, columns - c, out + c, width, accumulate);
+  // In the slices of gemm.h, for the same accuracy.
+  for (int64_t k = 0; k < keys; k += kGemmSlice, accumulate = true) {
+    const int64_t count = min(kGemmSlice, keys - k);
+    const T* rows = value + k * stride;
+    int64_t c = 0;
+    for (; c + kGemmVecs * W<A> <= columns; c += kGemmVecs * W<A>)
+      weigh<T, ROWS, kGemmVecs>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
+    for (; c < columns; c += W<A>)
+      weigh<T, ROWS, 1>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
+  }
+}
+
+// From queries to probabilities, for the keys [begin, end) of the chunk that starts at k0.
+template <class T, class A = acc_t<T>>
+void few_scores(const AttentionForward& p, const FewScratch<A>& t, int64_t rows, int64_t k0, int64_t begin,
+                int64_t end) {
+  const AttentionShape& s = p.shape;
+  const int64_t lanes = round_up<A>(rows);
+  const bool dots = rows <= kDotRows<A>;
+  for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
+    const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
+    const T* source = at<T>(p.key, k0 + from);
+    if (dots) {
+      dot_products<T>(source, p.key.stride, keys, s.head_dim, t.query, rows, t.by_row + from);
+      continue;
+    }
+    const Tile<A> key = plain_rows(source, p.key.stride, keys, s.head_dim, t.key);
+    for (int64_t q = 0; q < lanes; q += W<A>)
+      gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kFewRows, t.by_key + from * kFewRows + q,
+              kFewRows, false);
+  }
+  const Part part{begin, end, 0, lanes};
+  if (modified(s)) {
+    if (dots) rows_to_keys(t, rows, begin, end);
+    modify_scores(s, *t.lanes, k0, part, t.by_key, kFewRows);
+    if (dots) keys_to_rows(t, rows, begin, end);
+  }
+  if (dots) softmax_rows(t, rows, begin, end);
+  else softmax_lanes(t, rows, lanes, begin, end);
+  if (s.dropout.active) {
+    if (dots) rows_to_keys(t, rows, begin, end);
+    drop(s.dropout, *t.lanes, k0, part, t.by_key, kFewRows);
+    if (dots) keys_to_rows(t, rows, begin, end);
+  }
 }
 
 template <class T>
@@ -146,7 +270,7 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
   const FewScratch<A> t(s, memory);
   const FewPartial<A> to(s, partial);
   const int64_t queries = p.sequence.queries, rows = p.heads * queries, lanes = round_up<A>(rows);
-  const bool dots = rows <= kDotRows;
+  const bool dots = rows <= kDotRows<A>;
   const Range seen = visible_range(p.sequence, 0, queries);
   const int64_t k0 = chunk * kFewKeys, begin = max(0, seen.begin - k0), end = min(kFewKeys, seen.end - k0);
 
@@ -181,60 +305,31 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
 
   bool any = false;
   if (begin < end && !mask_hides_tile(s, *t.lanes, k0, begin, end)) {
-    for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
-      const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
-      const T* source = at<T>(p.key, k0 + from);
-      A* scores = t.scores + from * kFewRows;
-      if (dots && (rows == 1 || sizeof(T) == sizeof(A))) {
-        dot_products<T>(source, p.key.stride, keys, s.head_dim, t.query, rows, true, scores);
-        continue;
-      }
-      const Tile<A> key = plain_rows(source, p.key.stride, keys, s.head_dim, t.key);
-      if (dots) {
-        dot_products<A>(key.data, key.stride, keys, s.head_dim, t.query, rows, false, scores);
-        continue;
-      }
-      for (int64_t q = 0; q < lanes; q += W<A>)
-        gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kFewRows, scores + q, kFewRows, false);
-    }
-    if (dots) {  // lanes that are no rows
-      for (int64_t k = begin; k < end; ++k)
-        for (int64_t q = rows; q < lanes; ++q) t.scores[k * kFewRows + q] = 0;
-    }
-    const Part part{begin, end, 0, lanes};
-    if (modified(s)) modify_scores(s, *t.lanes, k0, part, t.scores, kFewRows);
-    for (int64_t q = 0; q < rows; ++q) {
-      for (int64_t k = begin; k < min(t.first[q], end); ++k) t.scores[k * kFewRows + q] = -kInfinity<A>;
-      for (int64_t k = max(begin, t.end[q]); k < end; ++k) t.scores[k * kFewRows + q] = -kInfinity<A>;
-    }
-    A* scores = t.scores + begin * kFewRows;
-    for (int64_t q = 0; q < lanes; q += W<A>) {
-      update_max<A, 1>(scores + q, kFewRows, end - begin, t.max + q);
-      exponentials<A, 1>(scores + q, kFewRows, end - begin, t.max + q, t.sum + q);
-    }
-    if (s.dropout.active) drop(s.dropout, *t.lanes, k0, part, t.scores, kFewRows);
-
+    few_scores<T>(p, t, rows, k0, begin, end);
+    // Probability of row q and key k: weights[q * row_step + k * key_step].
+    const A* weights = dots ? t.by_row : t.by_key;
+    const int64_t row_step = dots ? kRowStride : 1, key_step = dots ? 1 : kFewRows;
     for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
       const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
       const T* source = at<T>(p.value, k0 + from);
-      const A* scores = t.scores + from * kFewRows;
       const bool all = all_first <= from && from + keys <= all_end;
-      if (all && rows <= kDirectRows) {
+      if (all && dots && rows <= kDirectRows) {
         const auto weighted = rows == 1   ? weighted_values<T, 1>
                               : rows == 2 ? weighted_values<T, 2>
                               : rows == 3 ? weighted_values<T, 3>
                                           : weighted_values<T, 4>;
-        weighted(scores, keys, source, p.value.stride, s.value_dim, to.out, to.width, any);
+        weighted(weights + from, keys, source, p.value.stride, s.value_dim, to.out, to.width, any);
         any = true;
         continue;
       }
       const Tile<A> v = padded_rows(source, p.value.stride, keys, s.value_dim, t.value);
       if (all) {
-        gemm<A>(rows, to.width, keys, scores, 1, kFewRows, v.data, v.stride, to.out, to.width, any);
-      } else {  // a value that a lane does not see must not reach it, not even times 0
+        gemm<A>(rows, to.width, keys, weights + from * key_step, row_step, key_step, v.data, v.stride, to.out, to.width,
+                any);
+      } else {  // a value that a row does not see must not reach it, not even times 0
         for (int64_t q = 0; q < rows; ++q) {
           const int64_t first = clamp(t.first[q], from, from + keys), last = clamp(t.end[q], first, from + keys);
-          gemm<A>(1, to.width, last - first, t.scores + first * kFewRows + q, 1, kFewRows,
+          gemm<A>(1, to.width, last - first, weights + q * row_step + first * key_step, row_step, key_step,
                   v.data + (first - from) * v.stride, v.stride, to.out + q * to.width, to.width, any);
         }
       }
@@ -264,7 +359,7 @@ void few_combine_rows(const AttentionForward& p, const void* partials, int64_t c
       const auto weight = [&](A max) { return exp_nonpositive<A>(broadcast<A>(max - shift)); };
       A sum = weight(sink)[0];
       for (int64_t c = 0; c < chunks; ++c) sum += weight(part(c).max[q])[0] * part(c).sum[q];
-      const A inverse = sum == 0 ? A(0) : A(1) / sum;
+      const A denominator = sum == 0 ? A(1) : sum;
       T* out = static_cast<T*>(p.out.data) + head * p.out_head_stride + i * p.out.stride;
       for (int64_t column = 0; column < s.value_dim; column += W<A>) {
         Vec<A> total = {};
@@ -272,7 +367,7 @@ void few_combine_rows(const AttentionForward& p, const void* partials, int64_t c
           const FewPartial<A> from = part(c);
           total += weight(from.max[q]) * load(from.out + q * from.width + column);
         }
-        store_upto(out + column, total * inverse, s.value_dim - column);
+        store_upto(out + column, total / denominator, s.value_dim - column);
       }
       static_cast<A*>(p.lse)[head * p.lse_head_stride + i] =
           sum == 0 ? -kInfinity<A> : most + static_cast<A>(__builtin_log(sum));
