@@ -353,8 +353,8 @@ def attention_case(
             if packed is None:
                 return out[0], lse[0]
             rest = query.shape[2] - int(starts[0][-1])
-            out.append(torch.zeros_like(query[:, :, :rest, :1]).expand(-1, -1, -1, value_dim))
-            lse.append(torch.full_like(lse[0][:, :, :1], -math.inf).expand(-1, -1, rest))
+            out.append(query.new_zeros(1, heads, rest, value_dim))
+            lse.append(lse[0].new_full((1, heads, rest), -math.inf))
             return torch.cat(out, 2)[0].transpose(0, 1), torch.cat(lse, 2)[0].transpose(0, 1)
 
         return all_of_them
