@@ -348,7 +348,7 @@ void backward_keys(const AttentionBackward& p, int64_t query_block, int64_t key_
   float *key_sum = at<float>(p.key_sum, g.k0), *value_sum = at<float>(p.value_sum, g.k0);
   const int64_t key_stride = p.key_sum.stride, value_stride = p.value_sum.stride;
   bool accumulate = !first;
-  if (first && (g.crossed || !visible)) {  // some of its rows are not written below
+  if (first && (g.crossed || g.keys < keys || !visible)) {  // some of its rows are not written below
     for (int64_t k = 0; k < keys; ++k) {
       __builtin_memset(key_sum + k * key_stride, 0, t.key_columns * 64);
       __builtin_memset(value_sum + k * value_stride, 0, t.value_columns * 64);

@@ -77,36 +77,58 @@ SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
   return v[0];
 }
 
-// scores[row, k] = sum_d key[k, d] query[row, d]. `query` is padded with zeros to whole vectors.
-template <class T, class A = acc_t<T>>
-void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, bool ahead,
-                  A* scores) {
+// scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time.
+template <class T, int ROWS, class A = acc_t<T>>
+SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, bool ahead, A* scores) {
+  constexpr int kKeys = W<A> / ROWS;
   const int64_t padded = round_up<A>(dim), whole = dim / W<A> * W<A>;
-  for (int64_t k = 0; k < keys; k += W<A>) {
-    const int64_t count = min(W<A>, keys - k);
-    for (int64_t row = 0; row < rows; ++row) {
-      const A* q = query + row * padded;
-      Vec<A> sums[W<A>] = {};
-      if (count == W<A>) {
-        for (int64_t d = 0; d < whole; d += W<A>) {
-          const Vec<A> x = load(q + d);
+#pragma GCC unroll 1
+  for (int k = 0; k < W<A>; k += kKeys, key += kKeys * stride) {
+    Vec<A> sums[W<A>] = {};
+    for (int64_t d = 0; d < whole; d += W<A>) {
 #pragma GCC unroll 16
-          for (int i = 0; i < W<A>; ++i) {
-            const T* from = key + (k + i) * stride + d;
-            if (row == 0 && ahead) __builtin_prefetch(from + kAhead * stride, 0, 2);
-            sums[i] += load(from) * x;
-          }
-        }
-        if (whole < dim) {
-          const Vec<A> x = load(q + whole);
-          for (int i = 0; i < W<A>; ++i) sums[i] += load_upto(key + (k + i) * stride + whole, dim - whole) * x;
-        }
-      } else {
-        for (int i = 0; i < count; ++i)
-          for (int64_t d = 0; d < dim; d += W<A>)
-            sums[i] += load_upto(key + (k + i) * stride + d, dim - d) * load(q + d);
+      for (int i = 0; i < kKeys; ++i) {
+        if (ahead) __builtin_prefetch(key + (i + kAhead) * stride + d, 0, 2);
+        const Vec<A> x = load(key + i * stride + d);
+        for (int r = 0; r < ROWS; ++r) sums[r * kKeys + i] += x * load(query + r * padded + d);
       }
-      store(scores + row * kRowStride + k, sum_rows<A>(sums));
+    }
+    if (whole < dim) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) {
+        const Vec<A> x = load_partial(key + i * stride + whole, dim - whole);
+        for (int r = 0; r < ROWS; ++r) sums[r * kKeys + i] += x * load(query + r * padded + whole);
+      }
+    }
+    const Vec<A> result = sum_rows<A>(sums);
+    for (int r = 0; r < ROWS; ++r)
+      __builtin_memcpy(scores + r * kRowStride + k, reinterpret_cast<const char*>(&result) + r * kKeys * sizeof(A),
+                       kKeys * sizeof(A));
+  }
+}
+
+// The same for any number of keys and rows. `query` is padded with zeros to whole vectors.
+template <class T, class A = acc_t<T>>
+void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, A* scores) {
+  const int64_t padded = round_up<A>(dim);
+  int64_t k = 0;
+  for (; k + W<A> <= keys; k += W<A>) {
+    int64_t row = 0;
+    if constexpr (W<A> >= 4) {
+      for (; row + 4 <= rows; row += 4)
+        dot_block<T, 4>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
+    }
+    for (; row + 2 <= rows; row += 2)
+      dot_block<T, 2>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
+    if (row < rows)
+      dot_block<T, 1>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
+  }
+  for (; k < keys; ++k) {
+    for (int64_t row = 0; row < rows; ++row) {
+      Vec<A> sum = {};
+      for (int64_t d = 0; d < dim; d += W<A>)
+        sum += load_upto(key + k * stride + d, dim - d) * load(query + row * padded + d);
+      scores[row * kRowStride + k] = sum_lanes<A>(sum);
     }
   }
 }
@@ -211,15 +233,11 @@ void few_scores(const AttentionForward& p, const FewScratch<A>& t, int64_t rows,
   for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
     const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
     const T* source = at<T>(p.key, k0 + from);
-    if (dots && (rows == 1 || sizeof(T) == sizeof(A))) {
-      dot_products<T>(source, p.key.stride, keys, s.head_dim, t.query, rows, true, t.by_row + from);
+    if (dots) {
+      dot_products<T>(source, p.key.stride, keys, s.head_dim, t.query, rows, t.by_row + from);
       continue;
     }
     const Tile<A> key = plain_rows(source, p.key.stride, keys, s.head_dim, t.key);
-    if (dots) {
-      dot_products<A>(key.data, key.stride, keys, s.head_dim, t.query, rows, false, t.by_row + from);
-      continue;
-    }
     for (int64_t q = 0; q < lanes; q += W<A>)
       gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kFewRows, t.by_key + from * kFewRows + q,
               kFewRows, false);

@@ -210,10 +210,10 @@ def _sum_of_sequences(distance: Tensor, query_starts: Tensor | None) -> Tensor:
 
 
 def _grad_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, dtype=torch.float64)
     if grad_lse is not None:
         delta = delta - grad_lse
-    weight = torch.exp(sinks[:, None] - lse)  # of the sink in each row's softmax
+    weight = torch.exp(sinks[:, None].double() - lse)  # of the sink in each row's softmax
     share = torch.where(lse.isneginf(), 0, -weight * delta)
     return _sum_of_rows(share).sum(0).to(sinks.dtype)
 
@@ -267,7 +267,8 @@ class _Blocks:
 
     def __init__(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
         self.query, self.key, _, mask, query_starts, key_starts, self.lengths, _, _, self.seed = tensors[:_TENSORS]
-        _, _, diagonal, lower_right, *self.numbers = numbers
+        _, _, diagonal, lower_right, left, right, scale, softcap, dropout_p = numbers
+        self.numbers = (left, right, scale, softcap, dropout_p)
         self.hidden = mask if mask is not None and mask.dtype == torch.bool else None
         self.packed = query_starts is not None
         batch, heads, queries = self.query.shape[:3]
@@ -308,9 +309,9 @@ class _Blocks:
         if self.hidden is not None:
             mask = block.take("mask", self.hidden)
         lengths = None if self.lengths is None else self.lengths[block.sequence]
-        return reference.attention(
-            query, key, value, mask, lengths, *slopes_and_sinks, self.seed, block.diagonal, *self.numbers, rows=rows
-        )
+        slopes, sinks = slopes_and_sinks
+        tensors = (query, key, value, mask, lengths, slopes, sinks, self.seed)
+        return reference.attention(*tensors, block.diagonal, *self.numbers, rows)
 
     def map(
         self,
