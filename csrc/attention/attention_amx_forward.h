@@ -15,8 +15,10 @@
 // (measured, one Sapphire Rapids core): additions, polynomial and scaling of a vector of scores take 9 cycles, its
 // products 4.6 at 64 columns and 9.2 at 128.
 //
-// Tried and lost: prefetching the next operands (no faster); the conversion instruction with a permutation, for an
-// integer addition, a shift and a blend (two slow instructions for four cheap ones).
+// Tried and lost: runs of 4 groups instead of 8, for which O is loaded and stored twice as often (6 to 12% slower at
+// 128 columns); 1024 keys for one group of queries before the next (no faster); prefetching the next operands (no
+// faster); the conversion instruction with a permutation, for an integer addition, a shift and a blend (two slow
+// instructions for four cheap ones).
 #pragma once
 
 #include "attention_amx.h"
@@ -27,7 +29,7 @@ namespace {
 
 // A group, the groups that are weighted before their products with the values, and those over which one group of
 // queries goes before the next one does: their operands stay in L2.
-constexpr int64_t kGroup = 32, kRunGroups = 4, kSuperGroups = 16;
+constexpr int64_t kGroup = 32, kRunGroups = 8, kSuperGroups = 16;
 constexpr int64_t kQueryGroups = kBlockQ / kGroup;
 constexpr int64_t kSums = 256;  // of a tile of sums
 // The score that sets M gets the weight 2^-8 or less, and one of 2 or more raises M.
