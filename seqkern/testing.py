@@ -353,8 +353,8 @@ def attention_case(
             if packed is None:
                 return out[0], lse[0]
             rest = query.shape[2] - int(starts[0][-1])
-            out.append(torch.zeros_like(query[:, :, :rest, :1]).expand(-1, -1, -1, value_dim))
-            lse.append(torch.full_like(lse[0][:, :, :1], -math.inf).expand(-1, -1, rest))
+            out.append(query.new_zeros(1, heads, rest, value_dim))
+            lse.append(lse[0].new_full((1, heads, rest), -math.inf))
             return torch.cat(out, 2)[0].transpose(0, 1), torch.cat(lse, 2)[0].transpose(0, 1)
 
         return all_of_them
@@ -401,12 +401,11 @@ def attention_case(
             weights = weights * kept / (1 - dropout_p)
         return weights.to(value.dtype) @ value.repeat_interleave(heads // kv_heads, 1), lse
 
-    # Gradients of scores are p (dp - delta). torch sums delta from the very same p and dp; a kernel that does not keep
-    # them has the two terms rounded independently, and a few sums over all queries say little about torch's error. With
-    # distances in them scores are large, and in float64 torch rounds them as the oracle does.
-    factors = {"grad attn_mask": 4.0, "grad alibi_slopes": 8.0, "grad sinks": 8.0}
-    if slopes:
-        factors |= {"grad query": 4.0, "grad key": 4.0, "grad value": 4.0}
+    # Gradients of scores are p (dp - delta). What torch computes here, keeping p, sums delta from the same p and dp;
+    # a kernel that does not has the two terms rounded independently (FlashAttention's tests allow gradients three times
+    # torch's error). And of a few numbers, each a sum over all queries, torch's error can be small by luck.
+    factors = dict.fromkeys(("grad query", "grad key", "grad value", "grad attn_mask"), 2.0 if plain else 4.0)
+    factors |= {"grad alibi_slopes": 8.0, "grad sinks": 8.0}
     return Case(inputs=make, ours=ours, torch=with_rows(of_torch), reference=with_rows(expected), factors=factors)
 
 

@@ -12,9 +12,11 @@ namespace SK_TIER {
 namespace {
 
 constexpr int64_t kFewRows = 16, kFewKeys = 512;
-// Up to so many rows, scores are sums along the keys' rows and lie by rows; beyond, a product with one vector of lanes
-// is faster, though it takes as long for one row as for 16, and they lie by keys as everywhere.
-constexpr int64_t kDotRows = 8;
+// Up to so many rows, scores are sums along the keys' rows and lie by rows; beyond (and with short vectors, which gain
+// nothing by it), a product with one vector of lanes is faster, though it takes as long for one row as for 16, and they
+// lie by keys as everywhere.
+template <class A>
+constexpr int64_t kDotRows = W<A> >= 8 ? 8 : 0;
 // Up to so many rows, values are read in place, in their own type, and outputs stay in registers.
 constexpr int64_t kDirectRows = 4;
 // How many keys ahead memory is asked for: a core that waits for each line as it comes to it gets half the bandwidth.
@@ -24,7 +26,7 @@ constexpr int64_t kRowStride = kFewKeys + 16;
 template <class A>
 struct FewScratch {
   A *query, *query_t;  // one of the two: (rows, dim) padded, or (dim, kFewRows)
-  A *by_row, *by_key;  // scores: (kDotRows, kRowStride), (kFewKeys, kFewRows)
+  A *by_row, *by_key;  // scores: (kDotRows<A>, kRowStride), (kFewKeys, kFewRows)
   A *key, *value, *max, *sum;
   int64_t *first, *end;  // the keys that a row sees
   Lanes<A>* lanes;
@@ -32,7 +34,7 @@ struct FewScratch {
   SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
     Arena<A> arena{static_cast<A*>(memory)};
     query = query_t = arena.take(round_up<A>(s.head_dim) * kFewRows);
-    by_row = arena.take(kDotRows * kRowStride);
+    by_row = arena.take(kDotRows<A> * kRowStride);
     by_key = arena.take(kFewKeys * kFewRows);
     key = arena.take(kBlockK * round_up<A>(s.head_dim));
     value = arena.take(kBlockK * round_up<A>(s.value_dim));
@@ -185,10 +187,10 @@ void softmax_lanes(const FewScratch<A>& t, int64_t rows, int64_t lanes, int64_t 
     for (int64_t k = begin; k < min(t.first[q], end); ++k) t.by_key[k * kFewRows + q] = -kInfinity<A>;
     for (int64_t k = max(begin, t.end[q]); k < end; ++k) t.by_key[k * kFewRows + q] = -kInfinity<A>;
   }
-  A* scores = t.by_key + begin * kFewRows;
   for (int64_t q = 0; q < lanes; q += W<A>) {
-    update_max<A, 1>(scores + q, kFewRows, end - begin, t.max + q);
-    exponentials<A, 1>(scores + q, kFewRows, end - begin, t.max + q, t.sum + q);
+    update_max<A, 1>(t.by_key + begin * kFewRows + q, kFewRows, end - begin, t.max + q);
+    for (int64_t k = begin; k < end; k += kBlockK)  // each block a sum of its own
+      exponentials<A, 1>(t.by_key + k * kFewRows + q, kFewRows, min(kBlockK, end - k), t.max + q, t.sum + q);
   }
 }
 
@@ -215,12 +217,16 @@ SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stri
 template <class T, int ROWS, class A = acc_t<T>>
 void weighted_values(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t columns, A* out,
                      int64_t width, bool accumulate) {
-  constexpr int kVecs = kGemmVecs;
-  int64_t c = 0;
-  for (; c + kVecs * W<A> <= columns; c += kVecs * W<A>)
-    weigh<T, ROWS, kVecs>(scores, keys, value + c, stride, columns - c, out + c, width, accumulate);
-  for (; c < columns; c += W<A>)
-    weigh<T, ROWS, 1>(scores, keys, value + c, stride, columns - c, out + c, width, accumulate);
+  // In the slices of gemm.h, for the same accuracy.
+  for (int64_t k = 0; k < keys; k += kGemmSlice, accumulate = true) {
+    const int64_t count = min(kGemmSlice, keys - k);
+    const T* rows = value + k * stride;
+    int64_t c = 0;
+    for (; c + kGemmVecs * W<A> <= columns; c += kGemmVecs * W<A>)
+      weigh<T, ROWS, kGemmVecs>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
+    for (; c < columns; c += W<A>)
+      weigh<T, ROWS, 1>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
+  }
 }
 
 // From queries to probabilities, for the keys [begin, end) of the chunk that starts at k0.
@@ -229,7 +235,7 @@ void few_scores(const AttentionForward& p, const FewScratch<A>& t, int64_t rows,
                 int64_t end) {
   const AttentionShape& s = p.shape;
   const int64_t lanes = round_up<A>(rows);
-  const bool dots = rows <= kDotRows;
+  const bool dots = rows <= kDotRows<A>;
   for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
     const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
     const T* source = at<T>(p.key, k0 + from);
@@ -264,7 +270,7 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
   const FewScratch<A> t(s, memory);
   const FewPartial<A> to(s, partial);
   const int64_t queries = p.sequence.queries, rows = p.heads * queries, lanes = round_up<A>(rows);
-  const bool dots = rows <= kDotRows;
+  const bool dots = rows <= kDotRows<A>;
   const Range seen = visible_range(p.sequence, 0, queries);
   const int64_t k0 = chunk * kFewKeys, begin = max(0, seen.begin - k0), end = min(kFewKeys, seen.end - k0);
 
@@ -307,7 +313,7 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
       const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
       const T* source = at<T>(p.value, k0 + from);
       const bool all = all_first <= from && from + keys <= all_end;
-      if (all && rows <= kDirectRows) {
+      if (all && dots && rows <= kDirectRows) {
         const auto weighted = rows == 1   ? weighted_values<T, 1>
                               : rows == 2 ? weighted_values<T, 2>
                               : rows == 3 ? weighted_values<T, 3>
@@ -353,7 +359,7 @@ void few_combine_rows(const AttentionForward& p, const void* partials, int64_t c
       const auto weight = [&](A max) { return exp_nonpositive<A>(broadcast<A>(max - shift)); };
       A sum = weight(sink)[0];
       for (int64_t c = 0; c < chunks; ++c) sum += weight(part(c).max[q])[0] * part(c).sum[q];
-      const A inverse = sum == 0 ? A(0) : A(1) / sum;
+      const A denominator = sum == 0 ? A(1) : sum;
       T* out = static_cast<T*>(p.out.data) + head * p.out_head_stride + i * p.out.stride;
       for (int64_t column = 0; column < s.value_dim; column += W<A>) {
         Vec<A> total = {};
@@ -361,7 +367,7 @@ void few_combine_rows(const AttentionForward& p, const void* partials, int64_t c
           const FewPartial<A> from = part(c);
           total += weight(from.max[q]) * load(from.out + q * from.width + column);
         }
-        store_upto(out + column, total * inverse, s.value_dim - column);
+        store_upto(out + column, total / denominator, s.value_dim - column);
       }
       static_cast<A*>(p.lse)[head * p.lse_head_stride + i] =
           sum == 0 ? -kInfinity<A> : most + static_cast<A>(__builtin_log(sum));
