@@ -15,8 +15,10 @@
 // (measured, one Sapphire Rapids core): additions, polynomial and scaling of a vector of scores take 9 cycles, its
 // products 4.6 at 64 columns and 9.2 at 128.
 //
-// Tried and lost: prefetching the next operands (no faster); the conversion instruction with a permutation, for an
-// integer addition, a shift and a blend (two slow instructions for four cheap ones).
+// Tried and lost: runs of 4 groups instead of 8, for which O is loaded and stored twice as often (6 to 12% slower at
+// 128 columns); 1024 keys for one group of queries before the next (no faster); prefetching the next operands (no
+// faster); the conversion instruction with a permutation, for an integer addition, a shift and a blend (two slow
+// instructions for four cheap ones).
 #pragma once
 
 #include "attention_amx.h"
@@ -27,7 +29,7 @@ namespace {
 
 // A group, the groups that are weighted before their products with the values, and those over which one group of
 // queries goes before the next one does: their operands stay in L2.
-constexpr int64_t kGroup = 32, kRunGroups = 4, kSuperGroups = 16;
+constexpr int64_t kGroup = 32, kRunGroups = 8, kSuperGroups = 16;
 constexpr int64_t kQueryGroups = kBlockQ / kGroup;
 constexpr int64_t kSums = 256;  // of a tile of sums
 // The score that sets M gets the weight 2^-8 or less, and one of 2 or more raises M.
@@ -213,14 +215,15 @@ inline void fill_mask(const AttentionSequence& s, int64_t q, int64_t k, GroupMas
 
 // ---- weights -------------------------------------------------------------------------------------------------------
 
-// 2^x with a relative error of 1.5e-7, two degrees more than the weights need: lse is float32.
+// 2^x with a relative error of 1.5e-7, two degrees more than the weights need: lse is float32. 2 or more exactly where
+// x is 1 or more: the polynomial is 1 at 0 and stays below 2.
 SK_INLINE __m512 exp2_exact(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.00187757669f), r, _mm512_set1_ps(0.00898934063f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.0558263175f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.240153611f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.693153083f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.99999994f));
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.8671305e-3f), r, _mm512_set1_ps(9.01703e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5799913e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4016444e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931513e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(p, x);
 }
 
@@ -229,6 +232,12 @@ SK_INLINE __m512i round_pairs(__m512 low, __m512 high) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i a = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(low), half), 16);
   return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_add_epi32(_mm512_castps_si512(high), half));
+}
+
+// sum + the two numbers of each pair
+SK_INLINE __m512 add_pairs(__m512 sum, __m512i pairs) {
+  const __m512i ones = _mm512_set1_epi32(0x3f803f80);
+  return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(ones));
 }
 
 // The state of 16 queries' softmax while a run of groups goes on.
@@ -242,7 +251,6 @@ template <bool masked>
 SK_INLINE void weigh_scores(const float* scores, __m512 c, const __mmask16* seen, Softmax& h, BFloat16* weights) {
   __m512 sum0 = h.sum, sum1 = _mm512_setzero_ps(), rounded = h.rounded;
   __m512i any = h.any;
-  const __m512i ones = _mm512_set1_epi32(0x3f803f80);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const float* s = scores + 2 * i * kGroup;
@@ -256,7 +264,7 @@ SK_INLINE void weigh_scores(const float* scores, __m512 c, const __mmask16* seen
     sum1 = _mm512_add_ps(sum1, b);
     any = _mm512_ternarylogic_epi32(any, _mm512_castps_si512(a), _mm512_castps_si512(b), 0xfe);
     const __m512i row = round_pairs(a, b);
-    rounded = _mm512_dpbf16_ps(rounded, reinterpret_cast<__m512bh>(row), reinterpret_cast<__m512bh>(ones));
+    rounded = add_pairs(rounded, row);
     _mm512_store_si512(weights + 32 * i, row);
   }
   h.sum = _mm512_add_ps(sum0, sum1);
@@ -390,25 +398,29 @@ class AmxForward {
     _mm512_store_ps(t_.rounded_sum + q, h.rounded);
   }
 
-  // Raises M where the group's scores ask for it, and scales all that was weighted with the old one.
+  // Raises M where the group's scores ask for it: exactly where a weight is 2 or more, so that it makes no difference
+  // to a query whether its neighbours made this run. Scales all that was weighted with the old one.
   __attribute__((noinline)) void raise(const float* scores, __m512 c, const GroupMask* mask, int64_t group,
                                        Softmax (&h)[2], BFloat16* weights, int64_t count,
                                        const Pending& pending) const {
     for (int half = 0; half < 2; ++half) {
-      __m512 top = _mm512_set1_ps(-kInfinity<float>);
+      __m512 top = _mm512_set1_ps(-kInfinity<float>), over = top;
       for (int64_t k = 0; k < kGroup; ++k) {
-        const __m512 x = _mm512_mul_ps(_mm512_load_ps(scores + k * kGroup + 16 * half), c);
+        const __m512 s = _mm512_load_ps(scores + k * kGroup + 16 * half);
         const __mmask16 seen = mask ? mask->seen[half][k] : static_cast<__mmask16>(0xffff);
-        top = _mm512_mask_max_ps(top, seen, x, top);  // of a NaN and a number the number
+        top = _mm512_mask_max_ps(top, seen, _mm512_mul_ps(s, c), top);  // of a NaN and a number the number
+        over = _mm512_mask_max_ps(over, seen, _mm512_fmadd_ps(s, c, h[half].shift), over);
       }
-      const __mmask16 up = _mm512_cmp_ps_mask(_mm512_add_ps(top, h[half].shift), _mm512_set1_ps(1), _CMP_GE_OQ);
+      const __mmask16 up = _mm512_cmp_ps_mask(over, _mm512_set1_ps(1), _CMP_GE_OQ);
       if (up == 0) continue;
       const __m512 next = _mm512_sub_ps(_mm512_set1_ps(-kHeadroom), _mm512_roundscale_ps(top, 0x0a));
+      const bool fresh = is_new(h[half]);
       const __m512 one = _mm512_set1_ps(1);
       const __m512 factor = _mm512_mask_scalef_ps(one, up, one, _mm512_sub_ps(next, h[half].shift));
       h[half].shift = _mm512_mask_mov_ps(h[half].shift, up, next);
       h[half].sum = _mm512_mul_ps(h[half].sum, factor);
       h[half].rounded = _mm512_mul_ps(h[half].rounded, factor);
+      if (fresh) continue;  // all of that is still 0
       for (int64_t v = 0; v < 2 * nv_; ++v)
         for (int64_t i = 0; i < 16; ++i) {
           float* out = t_.out + ((group * 2 * nv_ + v) * 2 + half) * kSums + 16 * i;
@@ -471,15 +483,17 @@ class AmxForward {
         h[half].sum = _mm512_add_ps(h[half].sum, x);
         _mm512_store_ps(at, x);
       }
-      h[half].rounded = h[half].sum;
     }
     if (s_.dropout.active) drop(s_.dropout, *t_.lanes, k0, part, scores - first, kGroup);
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
       for (int64_t i = 0; i < 16; ++i) {
         const float* at = scores + 2 * i * kGroup + 16 * half;
-        _mm512_store_si512(weights + half * kTileElements + 32 * i,
-                           round_pairs(_mm512_load_ps(at), _mm512_load_ps(at + kGroup)));
+        const __m512i row = round_pairs(_mm512_load_ps(at), _mm512_load_ps(at + kGroup));
+        h[half].rounded = add_pairs(h[half].rounded, row);
+        _mm512_store_si512(weights + half * kTileElements + 32 * i, row);
       }
+      if (s_.dropout.active) h[half].rounded = h[half].sum;  // of all entries, kept or not
+    }
   }
 
   SK_INLINE __m512 factor() const {
@@ -517,8 +531,9 @@ class AmxForward {
         const bool all = all_visible(band_, q0_ + q, lanes, key_group * kGroup);
         GroupMask mask;
         if (all && !options_) {
-          const Softmax before[2] = {h[0], h[1]};
           h[0].any = h[1].any = _mm512_setzero_si512();
+          if (is_new(h)) raise(scores, c, nullptr, run.group, h, weights, g, pending);
+          const Softmax before[2] = {h[0], h[1]};
           // The products of the next group, and of the last run with the values, go on beside the exponentials.
           if (more) {
             scores_begin();
@@ -559,8 +574,9 @@ class AmxForward {
           if (options_) {
             weigh_options(scores, key_group, run.group, all ? nullptr : &mask, h, to, g, pending);
           } else {
-            const Softmax before[2] = {h[0], h[1]};
             h[0].any = h[1].any = _mm512_setzero_si512();
+            if (is_new(h)) raise(scores, c, &mask, run.group, h, weights, g, pending);
+            const Softmax before[2] = {h[0], h[1]};
             weigh_group<true>(scores, c, mask, h, to);
             if (exceeded(h)) {
               h[0] = before[0];
@@ -584,6 +600,11 @@ class AmxForward {
       buffer ^= 1;
     }
     outputs(pending, nv);
+  }
+  // Whether no query of the group has met a key: M will be raised, weights would be made twice.
+  SK_INLINE static bool is_new(const Softmax (&h)[2]) { return is_new(h[0]) && is_new(h[1]); }
+  SK_INLINE static bool is_new(const Softmax& h) {
+    return _mm512_cmp_ps_mask(h.shift, _mm512_set1_ps(kNoShift), _CMP_NEQ_UQ) == 0;
   }
   SK_INLINE static bool exceeded(const Softmax (&h)[2]) {
     return _mm512_test_epi32_mask(_mm512_or_si512(h[0].any, h[1].any), _mm512_set1_epi32(0x40000000)) != 0;
