@@ -149,12 +149,12 @@ def head_rows(pointer, strides, b, h, row, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def store_tile(pointer, tile, rows, columns):
-    """Writes a tile to the contiguous (rows, columns) matrix at `pointer`, as far as that goes."""
+def store_tile(pointer, tile, rows, columns, stride):
+    """Writes a tile to the (rows, columns) matrix at `pointer`, as far as that goes."""
     row = tl.arange(0, tile.shape[0])
     column = tl.arange(0, tile.shape[1])
-    at = pointer + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(at, tile.to(pointer.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+    at = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
+    tl.store(at, rounded(tile, pointer.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit

@@ -1,0 +1,209 @@
+"""What one tile of attention needs, forward and backward: who sees whom, and what becomes of a score before its exponential.
+
+An option that is not there costs nothing: its pointer (or limit) is None, which the compiler knows.
+
+How scores are kept, UNITS, depends on the options, so that plain attention pays one multiply-add a score:
+
+    RAW      z is q.k itself, one multiplication by scale log2(e) comes with the exponential (the running maximum too)
+    SCALED   z is the score with scale, softcap and ALiBi in it; log2(e) comes with the exponential
+    NATURAL  the same plus an additive mask, and the maximum is kept as it is: masks hold the most negative finite number,
+             which times log2(e) would be -inf, and a row of nothing else would no longer be uniform
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from ._common import aligned
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2.0))
+RAW = tl.constexpr(0)
+SCALED = tl.constexpr(1)
+NATURAL = tl.constexpr(2)
+
+# fmt: off
+# Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
+
+@triton.jit
+def sequence(s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys):
+    """Of sequence s: its batch entry, its first row and number of queries, its first row and number of keys, and how
+    many of those keys count. Starts outside the tensors are cut to them: what they enclose is always there."""
+    b = s
+    query_start = s * 0
+    key_start = s * 0
+    nq = Nq
+    rows = Nk
+    if query_starts_ptr is not None:
+        b = s * 0
+        query_start = tl.minimum(tl.maximum(tl.load(query_starts_ptr + s).to(tl.int64), 0), Nq)
+        query_end = tl.minimum(tl.load(query_starts_ptr + s + 1).to(tl.int64), Nq)
+        key_start = tl.minimum(tl.maximum(tl.load(key_starts_ptr + s).to(tl.int64), 0), Nk)
+        key_end = tl.minimum(tl.load(key_starts_ptr + s + 1).to(tl.int64), Nk)
+        nq = tl.minimum(tl.maximum(query_end - query_start, 0), max_queries).to(tl.int32)
+        rows = tl.minimum(tl.maximum(key_end - key_start, 0), max_keys).to(tl.int32)
+    nk = rows
+    if key_lengths_ptr is not None:
+        nk = tl.minimum(tl.maximum(tl.load(key_lengths_ptr + s).to(tl.int64), 0), rows).to(tl.int32)
+    return b, query_start, nq, key_start, rows, nk
+
+
+@triton.jit
+def zero_gaps(pointer, stride, starts_ptr, S, N, columns, value, program, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`value` into the rows before the first sequence and behind the last; `programs` of them share the work."""
+    before = tl.minimum(tl.maximum(tl.load(starts_ptr).to(tl.int64), 0), N)
+    behind = tl.maximum(tl.minimum(tl.load(starts_ptr + S).to(tl.int64), N), before)
+    gap = before + N - behind
+    column = tl.arange(0, COLUMNS)
+    tile = tl.full([ROWS, COLUMNS], value, pointer.dtype.element_ty)
+    for first in range(program * ROWS, gap, programs * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        at = tl.where(row < before, row, row + behind - before)
+        inside = (row < gap)[:, None] & (column < columns)[None, :]
+        tl.store(pointer + at[:, None] * stride + column[None, :], tile, mask=inside)
+
+
+@triton.jit
+def band(diagonal, low, high, lower_right, nq, nk):
+    """The diagonal of a sequence, and the limits of what query i sees: i + low <= j <= i + high."""
+    shift = lower_right * (nk - nq)
+    if low is not None:
+        low += shift
+    if high is not None:
+        high += shift
+    return diagonal + shift, low, high
+
+
+@triton.jit
+def key_range(query0, nq, nk, low, high, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The key blocks of a tile of queries, as first, full, edge, last: whole blocks from full to edge are seen by every
+    query of the tile, the blocks before and behind (up to last) by some, and all others by none."""
+    end = tl.minimum(query0 + BLOCK_Q, nq)
+    first = 0
+    full = 0
+    edge = nk
+    last = nk
+    if high is not None:
+        last = tl.minimum(nk, tl.maximum(0, end + high))
+        edge = tl.minimum(nk, tl.maximum(0, query0 + 1 + high))
+    edge = edge // BLOCK_K * BLOCK_K
+    if low is not None:
+        first = tl.minimum(nk, tl.maximum(0, query0 + low)) // BLOCK_K * BLOCK_K
+        full = tl.cdiv(tl.minimum(last, tl.maximum(0, end - 1 + low)), BLOCK_K) * BLOCK_K
+        edge = tl.maximum(edge, full)
+    return first, full, edge, last
+
+
+@triton.jit
+def query_range(key0, nq, nk, low, high, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The same for a tile of keys: the query blocks first ... full, full ... edge, edge ... last."""
+    end = tl.minimum(key0 + BLOCK_K, nk)
+    last = tl.where(key0 < nk, nq, 0)
+    first = 0
+    full = 0
+    edge = last
+    if high is not None:
+        first = tl.maximum(0, key0 - high) // BLOCK_Q * BLOCK_Q
+        full = tl.cdiv(tl.minimum(nq, tl.maximum(0, end - 1 - high)), BLOCK_Q) * BLOCK_Q
+    if low is not None:
+        edge = tl.minimum(last, tl.maximum(0, key0 + 1 - low)) // BLOCK_Q * BLOCK_Q
+        edge = tl.maximum(edge, full)
+        last = tl.minimum(last, tl.maximum(0, end - low))
+    return first, full, edge, last
+
+
+@triton.jit
+def visible(i, j, nk, low, high):
+    """Which keys j which queries i see; one of them a column, the other a row."""
+    seen = j < nk
+    if low is not None:
+        seen = seen & (j >= i + low)
+    if high is not None:
+        seen = seen & (j <= i + high)
+    return seen
+
+
+@triton.jit
+def tanh(x):
+    """To a few last places, small x too: rational below 0.625 (Cephes; Moshier 1989), 1 - 2 / (e^2x + 1) above."""
+    a = tl.abs(x)
+    square = x * x
+    if x.dtype == tl.float64:
+        p = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3
+        q = ((square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3) * square + 4.84406305325125486048e3
+        small = x + x * square * (p / q)
+    else:
+        p = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
+        p = (p * square + 1.33314422036e-1) * square - 3.33332819422e-1
+        small = x + x * square * p
+    large = 1.0 - 2.0 / (tl.exp2(a * (2.0 * LOG2E)) + 1.0)
+    return tl.where(a < 0.625, small, tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
+def distance(i, j, diagonal, ACC: tl.constexpr):
+    return tl.abs(i + diagonal - j).to(ACC)
+
+
+@triton.jit
+def biased(
+    score, i, j, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
+    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr,
+):
+    """z of a tile of products q.k, but for the band, and the tanh in it (z itself without softcap).
+
+    i and j are a column and a row (or the other way round); mask_row is the mask's stride, None where it has one row.
+    MASK_COLUMNS: 0 where it has one column, 8 where every row begins at a multiple of 8, else 1. EDGE False promises that
+    all keys are there.
+    """
+    z = score
+    bent = score
+    if UNITS != RAW:
+        if SOFTCAP:
+            bent = tanh(score * (scale / softcap))
+            z = bent * softcap
+        else:
+            z = score * scale
+    if slope is not None:
+        z -= slope * distance(i, j, diagonal, z.dtype)
+    if mask_ptr is not None:
+        at = mask_ptr
+        inside = True
+        if mask_row is not None:
+            at = at + aligned(mask_row.to(tl.int64), MASK_COLUMNS == 8) * i
+            inside = i < nq
+        if MASK_COLUMNS:
+            at = at + j
+            if EDGE:
+                inside = inside & (j < nk)
+        mask = tl.load(at, mask=inside, other=0)
+        if UNITS == NATURAL:
+            z += mask.to(z.dtype)
+        else:
+            z = tl.where(mask != 0, z, float("-inf"))
+    return z, bent
+
+
+@triton.jit
+def power(z, shift, factor, UNITS: tl.constexpr):
+    """e^(z - shift), the shift in the units that the running maximum has."""
+    if UNITS == NATURAL:
+        return tl.exp2((z - shift) * LOG2E)
+    return tl.exp2(z * factor - shift)
+
+
+@triton.jit
+def rows_to_units(lse, UNITS: tl.constexpr):
+    """A natural lse in the units of the running maximum; +inf for a row that sees nothing, so that p = 0."""
+    if UNITS != NATURAL:
+        lse *= LOG2E
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def score_factor(scale, UNITS: tl.constexpr):
+    """What z is multiplied by to become a power of two."""
+    return scale * LOG2E if UNITS == RAW else scale * 0.0 + LOG2E
+
+# fmt: on
