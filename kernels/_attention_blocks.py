@@ -147,13 +147,19 @@ def distance(i, j, diagonal, ACC: tl.constexpr):
 
 
 @triton.jit
+def head_mask(mask_ptr, strides, s, h, MASK_COLUMNS: tl.constexpr):
+    """Where the mask of head h of sequence s begins."""
+    return mask_ptr + aligned(s * strides[0] + h * strides[1], MASK_COLUMNS == 8)
+
+
+@triton.jit
 def biased(
-    score, i, j, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
+    score, query0, key0, row, column, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
     EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr,
 ):
     """z of a tile of products q.k, but for the band, and the tanh in it (z itself without softcap).
 
-    i and j are a column and a row (or the other way round); mask_row is the mask's stride, None where it has one row.
+    row and column, the positions within the tile, are a column and a row, or the other way round. mask_row is the mask's stride, None where it has one row.
     MASK_COLUMNS: 0 where it has one column, 8 where every row begins at a multiple of 8, else 1. EDGE False promises that
     all keys are there.
     """
@@ -166,17 +172,22 @@ def biased(
         else:
             z = score * scale
     if slope is not None:
-        z -= slope * distance(i, j, diagonal, z.dtype)
+        z -= slope * distance(query0 + row, key0 + column, diagonal, z.dtype)
     if mask_ptr is not None:
         at = mask_ptr
         inside = True
-        if mask_row is not None:
-            at = at + aligned(mask_row.to(tl.int64), MASK_COLUMNS == 8) * i
-            inside = i < nq
+        if mask_row is not None:  # a scalar of 64 bits and offsets of 32
+            mask_row = aligned(mask_row.to(tl.int64), MASK_COLUMNS == 8)
+            at = at + query0 * mask_row
+            offset = row * mask_row.to(tl.int32)
+            inside = row < nq - query0
         if MASK_COLUMNS:
-            at = at + j
+            at = at + key0
+            offset = column if mask_row is None else offset + column
             if EDGE:
-                inside = inside & (j < nk)
+                inside = inside & (column < nk - key0)
+        if MASK_COLUMNS or mask_row is not None:
+            at = at + offset
         mask = tl.load(at, mask=inside, other=0)
         if UNITS == NATURAL:
             z += mask.to(z.dtype)

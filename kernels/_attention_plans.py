@@ -86,7 +86,8 @@ def prepare(
 
 def _mask(mask):
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return mask if mask.stride(-1) == 0 else unit_last(mask)
+    mask = mask if mask.stride(-1) == 0 else unit_last(mask)
+    return mask if mask.stride(-2) < 2**24 else mask.contiguous()  # offsets within a tile fit 32 bits
 
 
 def result(problem, shape):
@@ -155,7 +156,7 @@ def _tile(kernel, problem, head_dim, aligned):
         kind = "float32" if aligned else "float32 unaligned"
     else:
         kind = "unaligned" if not aligned else "wgmma" if problem.limit >= 227 * 1024 else "mma"
-    return _TILES[kind][kernel][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+    return _TILES[kind][kernel if kernel in _TILES[kind] else "grad_query"][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
 
 
 def plan(kernel, pointers, strided, problem, *more):

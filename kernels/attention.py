@@ -46,6 +46,7 @@ from ._attention_blocks import (
     band,
     biased,
     distance,
+    head_mask,
     key_range,
     power,
     query_range,
@@ -57,6 +58,7 @@ from ._attention_blocks import (
 )
 from ._attention_plans import SIZES, plan, prepare, result, statistics
 from ._common import (
+    accumulator,
     aligned,
     dot,
     head_rows,
@@ -83,7 +85,7 @@ def _forward_blocks(
     """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries."""
     query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
     query0, first_row, nq, nk, diagonal, D, DV = place
-    scale, softcap, _, threshold = numbers
+    scale, softcap, keep_scale, threshold = numbers
     row = tl.arange(0, query.shape[0])
     i = (query0 + row)[:, None]
     factor = score_factor(scale, UNITS)
@@ -92,9 +94,11 @@ def _forward_blocks(
         keys = nk - key0
         key = load_tile(key_at, keys, D, k_stride, BLOCK_K, query.shape[1], EDGE)
         score = tile_scores(query, query_ptr, nq - query0, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
-        j = (key0 + tl.arange(0, BLOCK_K))[None, :]
-        z, _ = biased(
-            score, i, j, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row, EDGE, UNITS, SOFTCAP, MASK_COLUMNS
+        column = tl.arange(0, BLOCK_K)
+        j = (key0 + column)[None, :]
+        z, bent = biased(
+            score, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
+            EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         if EDGE:
             z = tl.where(visible(i, j, nk, low, high), z, float("-inf"))
@@ -132,7 +136,7 @@ def _forward_kernel(
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    b, query_start, nq, key_start, _, nk = sequence(
+    b, query_start, nq, key_start, key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
     out_ptr, o_stride = head_rows(out_ptr, o_strides, b, h, 0, ALIGNED)
@@ -149,7 +153,7 @@ def _forward_kernel(
     key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, key_start, ALIGNED)
     value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, key_start, ALIGNED)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head)
-    mask_at = None if mask_ptr is None else mask_ptr + s * mask_strides[0] + h * mask_strides[1]
+    mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
     seed = None if seed_ptr is None else tl.load(seed_ptr)
     tiles = (query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride)
     place = (query0, (b * H + h) * Nq + query_start + query0, nq, nk, diagonal, D, DV)
@@ -209,9 +213,11 @@ def _grad_query_blocks(
         keys = nk - key0
         key = load_tile(key_at, keys, D, k_stride, BLOCK_K, query.shape[1], EDGE)
         score = tile_scores(query, query_ptr, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
-        j = (key0 + tl.arange(0, BLOCK_K))[None, :]
+        column = tl.arange(0, BLOCK_K)
+        j = (key0 + column)[None, :]
         z, bent = biased(
-            score, i, j, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row, EDGE, UNITS, SOFTCAP, MASK_COLUMNS
+            score, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
+            EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         p = power(z, lse[:, None], factor, UNITS)
         if EDGE:
@@ -226,7 +232,7 @@ def _grad_query_blocks(
         if grad_distance is not None:
             grad_distance += tl.sum(grad_score * distance(i, j, diagonal, ACC), 1)
         if grad_mask_ptr is not None:
-            at = grad_mask_ptr + row.to(tl.int64)[:, None] * max_keys + j
+            at = grad_mask_ptr + key0 + (row[:, None] * max_keys + column[None, :])
             tl.store(at, rounded(grad_score, grad_mask_ptr.dtype.element_ty), mask=(i < nq) & (j < nk))
         if SOFTCAP:
             grad_score *= 1.0 - bent * bent
@@ -253,7 +259,7 @@ def _grad_query_kernel(
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    b, query_start, nq, key_start, _, nk = sequence(
+    b, query_start, nq, key_start, key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
     grad_query_ptr, gq_stride = head_rows(grad_query_ptr, gq_strides, b, h, 0, ALIGNED)
@@ -290,7 +296,7 @@ def _grad_query_kernel(
     lse = rows_to_units(lse, UNITS)
 
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head)
-    mask_at = None if mask_ptr is None else mask_ptr + s * mask_strides[0] + h * mask_strides[1]
+    mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
     seed = None if seed_ptr is None else tl.load(seed_ptr)
     grad_mask_at = None if grad_mask_ptr is None else grad_mask_ptr + (head * max_queries + query0) * max_keys
     tiles = (query_ptr, q_stride, grad_out_ptr, g_stride, key_ptr, k_stride, value_ptr, v_stride)
@@ -333,7 +339,8 @@ def _grad_key_value_blocks(
     scale, softcap, keep_scale, threshold = numbers
     keys = nk - key0
     row = tl.arange(0, BLOCK_Q)
-    j = (key0 + tl.arange(0, key.shape[0]))[:, None]
+    column = tl.arange(0, key.shape[0])
+    j = (key0 + column)[:, None]
     factor = score_factor(scale, UNITS)
     group = H // Hk
     blocks = tl.cdiv(tl.maximum(0, last - first), BLOCK_Q)
@@ -348,10 +355,11 @@ def _grad_key_value_blocks(
         at = (b * H + h) * Nq + query_start + query0
         lse = rows_to_units(tl.load(lse_ptr + at + row, mask=row < rows, other=float("-inf")), UNITS)
         slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
-        mask_at = None if mask_ptr is None else mask_ptr + s * mask_strides[0] + h * mask_strides[1]
+        mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
         score = tile_scores(key, key_ptr, keys, k_stride, query, query_at, rows, q_stride, D, ACC, SLICE, PRECISION)
         z, bent = biased(
-            score, i, j, nq, nk, diagonal, scale, softcap, slope, mask_at, mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS
+            score, query0, key0, row[None, :], column[:, None], nq, nk, diagonal, scale, softcap, slope, mask_at, mask_row,
+            True, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         p = power(z, lse[None, :], factor, UNITS)
         if EDGE:
@@ -475,17 +483,18 @@ def _grad_mask_kernel(
     seed = None if seed_ptr is None else tl.load(seed_ptr)
     row = tl.arange(0, BLOCK_Q)
     i = (query0 + row)[:, None]
-    j = (key0 + tl.arange(0, BLOCK_K))[None, :]
+    column = tl.arange(0, BLOCK_K)
+    j = (key0 + column)[None, :]
     heads = H // grad_mask_sizes[1]  # H or 1
     grad_mask = tl.zeros([BLOCK_Q, BLOCK_K], ACC)
     for step in range(S // grad_mask_sizes[0] * heads):
         s = mask_s + step // heads
         h = mask_h + step % heads
-        b, query_start, nq, key_start, _, nk = sequence(
+        b, query_start, nq, key_start, key_rows, nk = sequence(
             s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
         )
         diag, lowest, highest = band(diagonal, low, high, lower_right, nq, nk)
-        first, _, _, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
+        first, full, edge, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
         if (query0 < nq) & (first <= key0) & (key0 < last):
             at = query_start + query0
             query_at, q_stride = head_rows(query_ptr, q_strides, b, h, at, ALIGNED)
@@ -498,9 +507,10 @@ def _grad_mask_kernel(
             key = load_tile(key_at, keys, D, k_stride, BLOCK_K, BLOCK_D)
             score = tile_scores(query, query_at, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
             slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
-            mask_at = mask_ptr + s * mask_strides[0] + h * mask_strides[1]
-            z, _ = biased(
-                score, i, j, nq, nk, diag, scale, softcap, slope, mask_at, mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS
+            mask_at = head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
+            z, bent = biased(
+                score, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at, mask_row,
+                True, UNITS, SOFTCAP, MASK_COLUMNS,
             )
             first_row = (b * H + h) * Nq + at
             lse = rows_to_units(tl.load(lse_ptr + first_row + row, mask=row < rows, other=float("-inf")), UNITS)
@@ -592,26 +602,63 @@ def attention_bwd(
     return grads if sign is None else (grads[0] * sign, *grads[1:])
 
 
+# For the ahead-of-time gate: what `prepare` is told of each option, and whether tensors of gradients come with it.
+_AOT_OPTIONS = {
+    "full": {},
+    "causal": {"right": 0},
+    "packed window": {"left": 512, "right": 0, "varlen": True, "sinks": True},
+    "lengths": {"right": 0, "lengths": True},
+    "bool mask": {"mask": torch.bool},
+    "mask": {"mask": torch.float32, "need_mask": True},
+    "alibi": {"right": 0, "alibi": True, "need_slopes": True},
+    "softcap": {"right": 0, "softcap": 30.0},
+    "dropout": {"right": 0, "dropout_p": 0.1},
+}
+_AOT_OPTIONS["all"] = {name: value for options in _AOT_OPTIONS.values() for name, value in options.items()}
+
+
 def aot_configurations(limit, thorough):
     """The launches to compile ahead of time for a device with `limit` bytes of shared memory, as (name, launch).
 
-    thorough False: the common head dimensions. True: every row of the tile table, exact, padded and unaligned.
+    thorough False: the common head dimensions, and everything at once. True: every row of the tile table, exact, padded
+    and unaligned, without options and with each of them.
     """
     floats = (torch.bfloat16, torch.float32)
-    cases = [(dtype, d, d, True) for dtype in floats for d in (64, 128)]
+    cases = [(dtype, d, d, "causal") for dtype in floats for d in (64, 128)] + [(torch.bfloat16, 128, 128, "all")]
     if thorough:
-        dims = [(d - less, d - less) for d in (16, 64, 128, 256) for less in (0, 8, 3)] + [(192, 128)]
         dtypes = (*floats, torch.float16, torch.float64)
-        cases = [(dtype, d, dv, causal) for dtype in dtypes for d, dv in dims for causal in (False, True)]
-    for dtype, d, dv, causal in cases:
-        query = torch.empty((2, 4, 1024, d), dtype=dtype, device="meta")
-        key, value = query[:, :2], query.new_empty((2, 2, 1024, dv))
-        problem, _ = prepare(
-            query, key, value, None, None, None, None, None, None, 1024, 1024, 0, False, -1, 0 if causal else -1, 0.1,
-            0.0, 0.0, limit,
-        )  # fmt: skip
-        (out, lse), forward = _plan_forward(problem, None)
-        _, backward = _plan_backward(problem, out, lse, out, lse, None, False)
-        for launch in forward + backward:
-            mask = "causal" if causal else "full"
-            yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-D{d}-Dv{dv}-{mask}", launch
+        dims = [(d - less, d - less) for d in (16, 64, 128, 256) for less in (0, 8, 3)] + [(192, 128)]
+        cases = [(dtype, d, dv, name) for dtype in dtypes for d, dv in dims for name in ("full", "causal")]
+        dims = [(d - less, d - less) for d in (64, 128, 256) for less in (0, 3)]
+        cases += [
+            (dtype, d, dv, name)
+            for dtype in (*floats, torch.float64)
+            for d, dv in dims
+            for name in _AOT_OPTIONS
+            if name not in ("full", "causal") and not (dtype == torch.float64 and d % 8)
+        ]
+    for dtype, d, dv, name in cases:
+        for launch in _aot_launches(dtype, d, dv, limit, **_AOT_OPTIONS[name]):
+            yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-D{d}-Dv{dv}-{name}", launch
+
+
+def _aot_launches(
+    dtype, d, dv, limit, left=-1, right=-1, varlen=False, lengths=False, sinks=False, mask=None, need_mask=False,
+    alibi=False, need_slopes=False, softcap=0.0, dropout_p=0.0,
+):  # fmt: skip
+    b, h, n = 1 if varlen else 2, 4, 1024
+    query = torch.empty((b, h, n, d), dtype=dtype, device="meta")
+    key, value = query[:, :2], query.new_empty((b, 2, n, dv))
+    starts = query.new_empty(3, dtype=torch.int32) if varlen else None
+    lse = query.new_empty((b, h, n), dtype=accumulator(dtype))
+    problem, _ = prepare(
+        query, key, value, None if mask is None else query.new_empty((2, h, n, n), dtype=mask), starts, starts,
+        query.new_empty(2, dtype=torch.int32) if lengths else None, lse.new_empty((2, h)) if alibi else None,
+        query.new_empty((), dtype=torch.int64) if dropout_p else None, n, n, 0, False, left, right, 0.1, softcap,
+        dropout_p, limit,
+    )  # fmt: skip
+    (out, _), launches = _plan_forward(problem, lse.new_empty(h) if sinks else None)
+    yield from launches
+    for wanted in [None] if not need_mask else [problem.mask, problem.mask[:1]]:
+        *_, launches = _plan_backward(problem, out, lse, out, lse, wanted, need_slopes)
+        yield from launches if wanted is None or wanted is problem.mask else launches[-1:]

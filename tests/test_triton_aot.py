@@ -30,6 +30,8 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
 }
 
 
