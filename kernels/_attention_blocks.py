@@ -15,7 +15,7 @@ import math
 import triton
 import triton.language as tl
 
-from ._common import aligned
+from ._common import aligned, dot, keep_mask, load_tile, tile_scores
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
@@ -154,12 +154,12 @@ def head_mask(mask_ptr, strides, s, h, MASK_COLUMNS: tl.constexpr):
 
 @triton.jit
 def biased(
-    score, query0, key0, row, column, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
+    score, i, query0, key0, row, column, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
     EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr,
 ):
     """z of a tile of products q.k, but for the band, and the tanh in it (z itself without softcap).
 
-    row and column, the positions within the tile, are a column and a row, or the other way round. mask_row is the mask's stride, None where it has one row.
+    i: where the queries are; row and column, the positions within the tile, are a column and a row, or the other way round. mask_row is the mask's stride, None where it has one row.
     MASK_COLUMNS: 0 where it has one column, 8 where every row begins at a multiple of 8, else 1. EDGE False promises that
     all keys are there.
     """
@@ -172,7 +172,7 @@ def biased(
         else:
             z = score * scale
     if slope is not None:
-        z -= slope * distance(query0 + row, key0 + column, diagonal, z.dtype)
+        z -= slope * distance(i, key0 + column, diagonal, z.dtype)
     if mask_ptr is not None:
         at = mask_ptr
         inside = True
@@ -216,5 +216,46 @@ def rows_to_units(lse, UNITS: tl.constexpr):
 def score_factor(scale, UNITS: tl.constexpr):
     """What z is multiplied by to become a power of two."""
     return scale * LOG2E if UNITS == RAW else scale * 0.0 + LOG2E
+
+
+@triton.jit
+def forward_blocks(
+    acc, row_max, row_sum, query, i, tiles, first, last, place, low, high, numbers, slope, mask_ptr, mask_row, seed,
+    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
+):
+    """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries at the positions i."""
+    query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
+    query0, first_row, nq, nk, diagonal, D, DV = place
+    scale, softcap, keep_scale, threshold = numbers
+    row = tl.arange(0, query.shape[0])
+    factor = score_factor(scale, UNITS)
+    for key0 in range(first, last, BLOCK_K):
+        key_at = key_ptr + key0 * k_stride
+        keys = nk - key0
+        key = load_tile(key_at, keys, D, k_stride, BLOCK_K, query.shape[1], EDGE)
+        score = tile_scores(query, query_ptr, nq - query0, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
+        column = tl.arange(0, BLOCK_K)
+        j = (key0 + column)[None, :]
+        z, bent = biased(
+            score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
+            EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
+        )
+        if EDGE:
+            z = tl.where(visible(i, j, nk, low, high), z, float("-inf"))
+        largest = tl.max(z, 1)
+        if UNITS != NATURAL:
+            largest *= factor
+        new_max = tl.maximum(row_max, largest)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key yet: e^(-inf - 0) = 0, not NaN
+        p = power(z, shift[:, None], factor, UNITS)
+        decay = power(row_max, shift, 1.0, UNITS)
+        row_sum = row_sum * decay + tl.sum(p, 1)
+        row_max = new_max
+        if seed is not None:
+            p = tl.where(keep_mask(seed, first_row + row, key0, threshold, BLOCK_K), p, 0.0)
+        value = load_tile(value_ptr + key0 * v_stride, keys, DV, v_stride, BLOCK_K, BLOCK_DV, EDGE)
+        acc = dot(p.to(value.dtype), value, acc * decay[:, None], PRECISION)
+    return acc, row_max, row_sum
 
 # fmt: on

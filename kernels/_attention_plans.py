@@ -12,7 +12,7 @@ from ._common import TRITON_DTYPE, Launch, accumulator, dropout_scalars, unit_la
 SIZES = [
     "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries", "max_keys",
     "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides", "o_strides",
-    "gq_strides", "gk_strides", "gv_strides",
+    "gq_strides", "gk_strides", "gv_strides", "queries", "chunks",
 ]  # fmt: skip
 _FAR = 2**30  # a limit this far from the diagonal hides nothing, and sums of it with positions fit 32 bits
 
@@ -147,6 +147,23 @@ _TILES = {
 }
 
 
+# The same for decoding, BLOCK_Q at most: shared memory has to hold two stages of keys and values, registers few rows.
+_DECODE_TILES = {
+    "wgmma": ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    "mma": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
+    "unaligned": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1)),
+    "float32": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    "float32 unaligned": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    "float64": ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+}
+
+
+def _level(problem):
+    """How much the options keep in registers beside the scores: 0 nothing to speak of, 1 one tile, 2 more."""
+    level = (problem.mask is not None) + (problem.dropout_p > 0)
+    return min(2, level + (problem.softcap > 0) + (problem.slopes is not None) if level else level)
+
+
 def _tile(kernel, problem, head_dim, aligned):
     """The row of the table for a kernel: by head dimension, bytes per element, alignment, options, shared memory."""
     size = problem.query.element_size()
@@ -156,7 +173,15 @@ def _tile(kernel, problem, head_dim, aligned):
         kind = "float32" if aligned else "float32 unaligned"
     else:
         kind = "unaligned" if not aligned else "wgmma" if problem.limit >= 227 * 1024 else "mma"
-    return _TILES[kind][kernel if kernel in _TILES[kind] else "grad_query"][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+    if kernel == "decode":
+        return _DECODE_TILES[kind][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+    column, level = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2, _level(problem)
+    block_q, block_k, warps, stages = _TILES[kind][kernel if kernel in _TILES[kind] else "grad_query"][column]
+    if kernel == "grad_key_value":
+        block_q = max(min(16, block_q), block_q >> level)
+    else:
+        block_k = max(min(16, block_k), block_k >> level)
+    return block_q, block_k, warps, stages
 
 
 def plan(kernel, pointers, strided, problem, *more):
@@ -167,6 +192,8 @@ def plan(kernel, pointers, strided, problem, *more):
     strides = tuple(tensor.stride()[:3] for tensor in strided)
     aligned = all(n % 8 == 0 for n in (d, dv, *sum(strides, ())))
     block_q, block_k, warps, stages = _tile(name, problem, max(d, dv), aligned)
+    if name == "decode":
+        block_q = min(block_q, max(16, triton.next_power_of_2(nq)))
     tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     mask_row, mask_columns, mask_strides = None, 0, (0, 0)
     if mask is not None:
@@ -190,7 +217,9 @@ def plan(kernel, pointers, strided, problem, *more):
         "SLICE": 256 if query.element_size() == 2 else 32,
     }
     query_blocks, key_blocks = triton.cdiv(problem.max_queries, block_q), triton.cdiv(problem.max_keys, block_k)
-    if name == "grad_mask":
+    if name == "decode":
+        programs = problem.sequences * hk * triton.cdiv(nq, block_q) * more[1]
+    elif name == "grad_mask":
         ((mask_sequences, mask_heads),) = more
         programs = mask_sequences * mask_heads * query_blocks * key_blocks
     elif name == "grad_key_value":

@@ -46,6 +46,7 @@ from ._attention_blocks import (
     band,
     biased,
     distance,
+    forward_blocks,
     head_mask,
     key_range,
     power,
@@ -56,6 +57,7 @@ from ._attention_blocks import (
     visible,
     zero_gaps,
 )
+from ._attention_decode import decodes, plan_decode
 from ._attention_plans import SIZES, plan, prepare, result, statistics
 from ._common import (
     accumulator,
@@ -75,48 +77,6 @@ from ._common import (
 
 # fmt: off
 # Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
-
-@triton.jit
-def _forward_blocks(
-    acc, row_max, row_sum, query, tiles, first, last, place, low, high, numbers, slope, mask_ptr, mask_row, seed,
-    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
-):
-    """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries."""
-    query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
-    query0, first_row, nq, nk, diagonal, D, DV = place
-    scale, softcap, keep_scale, threshold = numbers
-    row = tl.arange(0, query.shape[0])
-    i = (query0 + row)[:, None]
-    factor = score_factor(scale, UNITS)
-    for key0 in range(first, last, BLOCK_K):
-        key_at = key_ptr + key0 * k_stride
-        keys = nk - key0
-        key = load_tile(key_at, keys, D, k_stride, BLOCK_K, query.shape[1], EDGE)
-        score = tile_scores(query, query_ptr, nq - query0, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
-        column = tl.arange(0, BLOCK_K)
-        j = (key0 + column)[None, :]
-        z, bent = biased(
-            score, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
-            EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
-        )
-        if EDGE:
-            z = tl.where(visible(i, j, nk, low, high), z, float("-inf"))
-        largest = tl.max(z, 1)
-        if UNITS != NATURAL:
-            largest *= factor
-        new_max = tl.maximum(row_max, largest)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key yet: e^(-inf - 0) = 0, not NaN
-        p = power(z, shift[:, None], factor, UNITS)
-        decay = power(row_max, shift, 1.0, UNITS)
-        row_sum = row_sum * decay + tl.sum(p, 1)
-        row_max = new_max
-        if seed is not None:
-            p = tl.where(keep_mask(seed, first_row + row, key0, threshold, BLOCK_K), p, 0.0)
-        value = load_tile(value_ptr + key0 * v_stride, keys, DV, v_stride, BLOCK_K, BLOCK_DV, EDGE)
-        acc = dot(p.to(value.dtype), value, acc * decay[:, None], PRECISION)
-    return acc, row_max, row_sum
-
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
@@ -164,21 +124,22 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], ACC)
     row_max = tl.full([BLOCK_Q], float("-inf"), ACC)  # over the keys seen so far, in the units of `power`
     row_sum = tl.zeros([BLOCK_Q], ACC)
+    i = (query0 + tl.arange(0, BLOCK_Q))[:, None]
     if sinks_ptr is not None:  # a key of its own, whose value is 0
         sink = tl.load(sinks_ptr + h)
         row_max = tl.maximum(row_max, sink if UNITS == NATURAL else sink * LOG2E)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0).to(ACC)
     if low is not None:
-        acc, row_max, row_sum = _forward_blocks(
-            acc, row_max, row_sum, query, tiles, first, tl.minimum(full, last), place, low, high, numbers, slope, mask_at,
+        acc, row_max, row_sum = forward_blocks(
+            acc, row_max, row_sum, query, i, tiles, first, tl.minimum(full, last), place, low, high, numbers, slope, mask_at,
             mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
         )
-    acc, row_max, row_sum = _forward_blocks(
-        acc, row_max, row_sum, query, tiles, full, edge, place, low, high, numbers, slope, mask_at,
+    acc, row_max, row_sum = forward_blocks(
+        acc, row_max, row_sum, query, i, tiles, full, edge, place, low, high, numbers, slope, mask_at,
         mask_row, seed, False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
     )
-    acc, row_max, row_sum = _forward_blocks(
-        acc, row_max, row_sum, query, tiles, edge, last, place, low, high, numbers, slope, mask_at,
+    acc, row_max, row_sum = forward_blocks(
+        acc, row_max, row_sum, query, i, tiles, edge, last, place, low, high, numbers, slope, mask_at,
         mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
     )
 
@@ -216,7 +177,7 @@ def _grad_query_blocks(
         column = tl.arange(0, BLOCK_K)
         j = (key0 + column)[None, :]
         z, bent = biased(
-            score, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
+            score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
             EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         p = power(z, lse[:, None], factor, UNITS)
@@ -358,7 +319,7 @@ def _grad_key_value_blocks(
         mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
         score = tile_scores(key, key_ptr, keys, k_stride, query, query_at, rows, q_stride, D, ACC, SLICE, PRECISION)
         z, bent = biased(
-            score, query0, key0, row[None, :], column[:, None], nq, nk, diagonal, scale, softcap, slope, mask_at, mask_row,
+            score, i, query0, key0, row[None, :], column[:, None], nq, nk, diagonal, scale, softcap, slope, mask_at, mask_row,
             True, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         p = power(z, lse[None, :], factor, UNITS)
@@ -509,7 +470,7 @@ def _grad_mask_kernel(
             slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
             mask_at = head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
             z, bent = biased(
-                score, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at, mask_row,
+                score, i, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at, mask_row,
                 True, UNITS, SOFTCAP, MASK_COLUMNS,
             )
             first_row = (b * H + h) * Nq + at
@@ -537,6 +498,8 @@ def _plan_forward(problem, sinks):
     (b, h, nq, _), dv = query.shape, value.size(-1)
     out = result(problem, (b, h, nq, dv))
     lse = statistics(problem, (b, h, nq), float("-inf"))
+    if decodes(problem):
+        return (out, lse), plan_decode(problem, sinks, out, lse)
     pointers = (query, key, value, sinks, out, lse)
     return (out, lse), [plan(_forward_kernel, pointers, (query, key, value, out), problem)]
 

@@ -269,6 +269,8 @@ def sample(seed: int, device: str = "cpu") -> Case:
     lengths = tuple((r.choice(pool), r.choice(pool)) for _ in range(sequences))
     if not varlen:
         lengths = lengths[:1] * sequences
+        if r.random() < 0.3:  # decoding
+            lengths = ((r.choice([1, 2, 5, 16]), r.choice([3, 256, 257, 600, 1100])),) * sequences
     max_keys = max(k for _, k in lengths)
     mask = r.choice(["", "", "bool", "additive", "additive own"])
     sizes = tuple(r.random() < 0.6 for _ in range(4))
