@@ -27,6 +27,14 @@ NATURAL = tl.constexpr(2)
 # Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
 
 @triton.jit
+def packed_rows(s, starts_ptr, N, most):
+    """The first row and the number of rows of a packed sequence. Volatile: read again behind a loop, not kept in it."""
+    first = tl.minimum(tl.maximum(tl.load(starts_ptr + s, volatile=True).to(tl.int64), 0), N)
+    end = tl.minimum(tl.load(starts_ptr + s + 1, volatile=True).to(tl.int64), N)
+    return first, tl.minimum(tl.maximum(end - first, 0), most).to(tl.int32)
+
+
+@triton.jit
 def sequence(s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys):
     """Of sequence s: its batch entry, its first row and number of queries, its first row and number of keys, and how
     many of those keys count. Starts outside the tensors are cut to them: what they enclose is always there."""
@@ -37,12 +45,8 @@ def sequence(s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_q
     rows = Nk
     if query_starts_ptr is not None:
         b = s * 0
-        query_start = tl.minimum(tl.maximum(tl.load(query_starts_ptr + s).to(tl.int64), 0), Nq)
-        query_end = tl.minimum(tl.load(query_starts_ptr + s + 1).to(tl.int64), Nq)
-        key_start = tl.minimum(tl.maximum(tl.load(key_starts_ptr + s).to(tl.int64), 0), Nk)
-        key_end = tl.minimum(tl.load(key_starts_ptr + s + 1).to(tl.int64), Nk)
-        nq = tl.minimum(tl.maximum(query_end - query_start, 0), max_queries).to(tl.int32)
-        rows = tl.minimum(tl.maximum(key_end - key_start, 0), max_keys).to(tl.int32)
+        query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
+        key_start, rows = packed_rows(s, key_starts_ptr, Nk, max_keys)
     nk = rows
     if key_lengths_ptr is not None:
         nk = tl.minimum(tl.maximum(tl.load(key_lengths_ptr + s).to(tl.int64), 0), rows).to(tl.int32)

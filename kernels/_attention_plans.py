@@ -149,8 +149,8 @@ _TILES = {
 
 # The same for decoding, BLOCK_Q at most: shared memory has to hold two stages of keys and values, registers few rows.
 _DECODE_TILES = {
-    "wgmma": ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-    "mma": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
+    "wgmma": ((64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 8, 2)),
+    "mma": ((64, 64, 4, 2), (64, 64, 4, 2), (32, 32, 8, 2)),
     "unaligned": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1)),
     "float32": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
     "float32 unaligned": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),

@@ -49,6 +49,7 @@ from ._attention_blocks import (
     forward_blocks,
     head_mask,
     key_range,
+    packed_rows,
     power,
     query_range,
     rows_to_units,
@@ -99,16 +100,11 @@ def _forward_kernel(
     b, query_start, nq, key_start, key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    out_ptr, o_stride = head_rows(out_ptr, o_strides, b, h, 0, ALIGNED)
-    lse_ptr += (b * H + h) * Nq
-    if query_starts_ptr is not None:
-        program = s * blocks + query0 // BLOCK_Q
-        zero_gaps(out_ptr, o_stride, query_starts_ptr, S, Nq, DV, 0.0, program, S * blocks, BLOCK_Q, BLOCK_DV)
-        zero_gaps(lse_ptr, 1, query_starts_ptr, S, Nq, 1, float("-inf"), program, S * blocks, BLOCK_Q, 1)
-        if query0 >= nq:
-            return
     diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
-    first, full, edge, last = key_range(query0, nq, nk, low, high, BLOCK_Q, BLOCK_K)
+    keys = nk
+    if query_starts_ptr is not None:
+        keys = tl.where(query0 < nq, nk, 0)  # a tile beyond the sequence meets none
+    first, full, edge, last = key_range(query0, nq, keys, low, high, BLOCK_Q, BLOCK_K)
     query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, query_start + query0, ALIGNED)
     key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, key_start, ALIGNED)
     value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, key_start, ALIGNED)
@@ -147,11 +143,19 @@ def _forward_kernel(
     out = acc / row_sum[:, None]
     if seed is not None:
         out *= keep_scale
+    if query_starts_ptr is not None:
+        query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
+    out_ptr, o_stride = head_rows(out_ptr, o_strides, b, h, 0, ALIGNED)
+    lse_ptr += (b * H + h) * Nq
     first_row = query_start + query0
     store_tile(out_ptr + first_row * o_stride, out, nq - query0, DV, o_stride)
     lse = row_max + tl.log2(row_sum) * LN2 if UNITS == NATURAL else (row_max + tl.log2(row_sum)) * LN2
     row = tl.arange(0, BLOCK_Q)
     tl.store(lse_ptr + first_row + row, lse, mask=row < nq - query0)
+    if query_starts_ptr is not None:
+        program = s * blocks + query0 // BLOCK_Q
+        zero_gaps(out_ptr, o_stride, query_starts_ptr, S, Nq, DV, 0.0, program, S * blocks, BLOCK_Q, BLOCK_DV)
+        zero_gaps(lse_ptr, 1, query_starts_ptr, S, Nq, 1, float("-inf"), program, S * blocks, BLOCK_Q, 1)
 
 
 @triton.jit
@@ -223,18 +227,11 @@ def _grad_query_kernel(
     b, query_start, nq, key_start, key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    grad_query_ptr, gq_stride = head_rows(grad_query_ptr, gq_strides, b, h, 0, ALIGNED)
-    head_row = (b * H + h) * Nq
-    if query_starts_ptr is not None:
-        program = s * blocks + query0 // BLOCK_Q
-        zero_gaps(grad_query_ptr, gq_stride, query_starts_ptr, S, Nq, D, 0.0, program, S * blocks, BLOCK_Q, BLOCK_D)
-        if grad_distance_ptr is not None:
-            at = grad_distance_ptr + head_row
-            zero_gaps(at, 1, query_starts_ptr, S, Nq, 1, 0.0, program, S * blocks, BLOCK_Q, 1)
-        if query0 >= nq:
-            return
     diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
-    first, full, edge, last = key_range(query0, nq, nk, low, high, BLOCK_Q, BLOCK_K)
+    keys = nk
+    if query_starts_ptr is not None:
+        keys = tl.where(query0 < nq, nk, 0)
+    first, full, edge, last = key_range(query0, nq, keys, low, high, BLOCK_Q, BLOCK_K)
     at = query_start + query0
     grad_out_ptr, g_stride = head_rows(grad_out_ptr, g_strides, b, h, at, ALIGNED)
     query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, at, ALIGNED)
@@ -243,7 +240,7 @@ def _grad_query_kernel(
     value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, key_start, ALIGNED)
     scale = scalar(scale, ACC)
 
-    first_row = head_row + at
+    first_row = (b * H + h) * Nq + at
     row = tl.arange(0, BLOCK_Q)
     rows = nq - query0
     grad_out = load_tile(grad_out_ptr, rows, DV, g_stride, BLOCK_Q, BLOCK_DV)
@@ -282,9 +279,19 @@ def _grad_query_kernel(
         place, low, high, numbers, slope, mask_at, mask_row, seed,
         True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
     )
-    store_tile(grad_query_ptr + at * gq_stride, grad_query * scale, rows, D, gq_stride)
+    if query_starts_ptr is not None:
+        query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
+    grad_query_ptr, gq_stride = head_rows(grad_query_ptr, gq_strides, b, h, 0, ALIGNED)
+    first_row = query_start + query0
+    store_tile(grad_query_ptr + first_row * gq_stride, grad_query * scale, nq - query0, D, gq_stride)
+    program = s * blocks + query0 // BLOCK_Q
+    if query_starts_ptr is not None:
+        zero_gaps(grad_query_ptr, gq_stride, query_starts_ptr, S, Nq, D, 0.0, program, S * blocks, BLOCK_Q, BLOCK_D)
     if grad_distance_ptr is not None:
-        tl.store(grad_distance_ptr + first_row + row, grad_distance, mask=row < rows)
+        grad_distance_ptr += (b * H + h) * Nq
+        tl.store(grad_distance_ptr + first_row + row, grad_distance, mask=row < nq - query0)
+        if query_starts_ptr is not None:
+            zero_gaps(grad_distance_ptr, 1, query_starts_ptr, S, Nq, 1, 0.0, program, S * blocks, BLOCK_Q, 1)
 
 
 @triton.jit
@@ -365,14 +372,6 @@ def _grad_key_value_kernel(
     b, query_start, nq, key_start, rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    grad_key_ptr, gk_stride = head_rows(grad_key_ptr, gk_strides, b, hk, 0, ALIGNED)
-    grad_value_ptr, gv_stride = head_rows(grad_value_ptr, gv_strides, b, hk, 0, ALIGNED)
-    if key_starts_ptr is not None:
-        program = s * blocks + key0 // BLOCK_K
-        zero_gaps(grad_key_ptr, gk_stride, key_starts_ptr, S, Nk, D, 0.0, program, S * blocks, BLOCK_K, BLOCK_D)
-        zero_gaps(grad_value_ptr, gv_stride, key_starts_ptr, S, Nk, DV, 0.0, program, S * blocks, BLOCK_K, BLOCK_DV)
-        if key0 >= rows:
-            return
     diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
     first, full, edge, last = query_range(key0, nq, nk, low, high, BLOCK_Q, BLOCK_K)
     at = key_start + key0
@@ -412,8 +411,17 @@ def _grad_key_value_kernel(
         counts = (tl.arange(0, BLOCK_K) < nk - key0)[:, None]
         grad_key = tl.where(counts, grad_key, 0.0)
         grad_value = tl.where(counts, grad_value, 0.0)
+    if key_starts_ptr is not None:
+        key_start, rows = packed_rows(s, key_starts_ptr, Nk, max_keys)
+    grad_key_ptr, gk_stride = head_rows(grad_key_ptr, gk_strides, b, hk, 0, ALIGNED)
+    grad_value_ptr, gv_stride = head_rows(grad_value_ptr, gv_strides, b, hk, 0, ALIGNED)
+    at = key_start + key0
     store_tile(grad_key_ptr + at * gk_stride, grad_key, rows - key0, D, gk_stride)
     store_tile(grad_value_ptr + at * gv_stride, grad_value, rows - key0, DV, gv_stride)
+    if key_starts_ptr is not None:
+        program = s * blocks + key0 // BLOCK_K
+        zero_gaps(grad_key_ptr, gk_stride, key_starts_ptr, S, Nk, D, 0.0, program, S * blocks, BLOCK_K, BLOCK_D)
+        zero_gaps(grad_value_ptr, gv_stride, key_starts_ptr, S, Nk, DV, 0.0, program, S * blocks, BLOCK_K, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=SIZES)
