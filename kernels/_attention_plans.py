@@ -158,10 +158,18 @@ _DECODE_TILES = {
 }
 
 
+# Where halving is not the right answer to the options of a level.
+_EXCEPTIONS = {
+    ("mma", "grad_key_value", 0, 2): (16, 64, 8, 1),
+    ("mma", "grad_key_value", 1, 2): (16, 64, 8, 1),
+}
+
+
 def _level(problem):
-    """How much the options keep in registers beside the scores: 0 nothing to speak of, 1 one tile, 2 more."""
-    level = (problem.mask is not None) + (problem.dropout_p > 0)
-    return min(2, level + (problem.softcap > 0) + (problem.slopes is not None) if level else level)
+    """How much the options keep in registers beside the scores: 0 little, 1 about a tile, 2 more."""
+    pieces = 2 * (problem.mask is not None) + 2 * (problem.dropout_p > 0)
+    pieces += (problem.softcap > 0) + (problem.slopes is not None)
+    return min(2, max(0, pieces - 1))
 
 
 def _tile(kernel, problem, head_dim, aligned):
@@ -173,10 +181,14 @@ def _tile(kernel, problem, head_dim, aligned):
         kind = "float32" if aligned else "float32 unaligned"
     else:
         kind = "unaligned" if not aligned else "wgmma" if problem.limit >= 227 * 1024 else "mma"
+    if kernel == "grad_mask":  # reads its tiles in slices, whatever the head dimension
+        return (32, 32, 4, 1) if size == 8 else (64, 64, 8, 1)
     if kernel == "decode":
         return _DECODE_TILES[kind][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
     column, level = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2, _level(problem)
-    block_q, block_k, warps, stages = _TILES[kind][kernel if kernel in _TILES[kind] else "grad_query"][column]
+    if (kind, kernel, column, level) in _EXCEPTIONS:
+        return _EXCEPTIONS[kind, kernel, column, level]
+    block_q, block_k, warps, stages = _TILES[kind][kernel][column]
     if kernel == "grad_key_value":
         block_q = max(min(16, block_q), block_q >> level)
     else:
@@ -214,7 +226,7 @@ def plan(kernel, pointers, strided, problem, *more):
         "BLOCK_K": block_k,
         "BLOCK_D": max(16, triton.next_power_of_2(d)),
         "BLOCK_DV": max(16, triton.next_power_of_2(dv)),
-        "SLICE": 256 if query.element_size() == 2 else 32,
+        "SLICE": 32 if query.element_size() > 2 else 64 if name == "grad_mask" else 256,
     }
     query_blocks, key_blocks = triton.cdiv(problem.max_queries, block_q), triton.cdiv(problem.max_keys, block_k)
     if name == "decode":
