@@ -4,12 +4,17 @@
 STABLE_TORCH_LIBRARY(seqkern, m) {
   // attention: csrc/attention, kernels/attention.py, seqkern/ops/attention.py
   m.def(
-      "attention_fwd(Tensor query, Tensor key, Tensor value, bool causal, SymInt diagonal, float scale) "
-      "-> (Tensor out, Tensor lse)");
+      "attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? query_starts, "
+      "Tensor? key_starts, Tensor? key_lengths, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "
+      "SymInt max_queries, SymInt max_keys, SymInt diagonal, bool lower_right, SymInt left, SymInt right, "
+      "float scale, float softcap, float dropout_p) -> (Tensor out, Tensor lse)");
   m.def(
-      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
-      "lse, "
-      "bool causal, SymInt diagonal, float scale) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor lse, Tensor? attn_mask, Tensor? query_starts, Tensor? key_starts, Tensor? key_lengths, "
+      "Tensor? alibi_slopes, Tensor? seed, SymInt max_queries, SymInt max_keys, SymInt diagonal, "
+      "bool lower_right, SymInt left, SymInt right, float scale, float softcap, float dropout_p, "
+      "bool need_mask, bool need_slopes) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_distance)");
 
   // layer_norm: csrc/layer_norm, kernels/layer_norm.py, seqkern/ops/layer_norm.py
   m.def(

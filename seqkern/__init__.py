@@ -2,7 +2,14 @@
 
 from seqkern import nn, reference
 from seqkern._library import explain, release_memory, use_backend
-from seqkern.ops.attention import attention, scaled_dot_product_attention
+from seqkern.ops.attention import (
+    attention,
+    attention_decode,
+    attention_varlen,
+    merge_attention,
+    scaled_dot_product_attention,
+)
+from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.rnn import lstm, lstm_cell
 
@@ -11,10 +18,14 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "attention_decode",
+    "attention_varlen",
+    "attention_weights",
     "explain",
     "layer_norm",
     "lstm",
     "lstm_cell",
+    "merge_attention",
     "nn",
     "reference",
     "release_memory",

@@ -1,120 +1,218 @@
-// Attention, host side: checks, allocation, division of the work, registration under the CPU key.
+// Attention, host side: allocation, division of the work, registration under the CPU key.
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <tuple>
 
+#include "attention_problem.h"
 #include "parallel.h"
-#include "tensor.h"
 
 namespace seqkern {
 namespace {
 
-// A (batch, heads, rows, columns) tensor whose last dimension is contiguous.
-struct Heads {
-  Tensor tensor;
-  const char* data;
-  int64_t batch_stride, head_stride, row_stride, element;
+// Key blocks that a work item of the shared mask's gradient goes over.
+constexpr int64_t kMaskBlocks = 8;
 
-  explicit Heads(const Tensor& t)
-      : tensor(with_unit_last_stride(t)),
-        data(static_cast<const char*>(tensor.const_data_ptr())),
-        batch_stride(tensor.stride(0)),
-        head_stride(tensor.stride(1)),
-        row_stride(tensor.stride(2)),
-        element(tensor.element_size()) {}
-
-  Rows at(int64_t batch, int64_t head) const {
-    return {data + (batch * batch_stride + head * head_stride) * element, row_stride};
-  }
-};
+// The variant that runs: of the active tier, or a special one for what it was made for.
+const AttentionKernels& kernels_for(const AttentionShape& shape) {
+#if SK_AMX
+  if (active_isa() == Isa::amx && shape.dtype == Dtype::bf16) return amx::attention_kernels;
+#endif
+  return attention_kernels();
+}
 
 char* offset(const Tensor& t, int64_t elements) {
   return static_cast<char*>(t.mutable_data_ptr()) + elements * t.element_size();
 }
 
-int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
-
-struct Problem {
-  AttentionShape shape;
-  int64_t batch, heads, kv_heads, group;  // group: query heads per key head
-  int64_t query_blocks, key_blocks;
-  ScalarType type, acc;
+// `count` pieces of `bytes` each, which are a multiple of 64.
+struct Memory {
+  Tensor tensor;
+  int64_t bytes;
+  Memory(const Tensor& like, int64_t bytes_, int64_t count, const char* op)
+      : tensor(empty(like, {checked_product({bytes_ / 4, count}, op)}, ScalarType::Float)), bytes(bytes_) {}
+  char* at(int64_t index) const { return static_cast<char*>(tensor.mutable_data_ptr()) + index * bytes; }
 };
 
-Problem check(const char* op, const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
-              int64_t diagonal, double scale) {
-  Problem p;
-  check_dim(query, 4, op, "query");
-  p.shape.dtype = dtype_of(query, op, "query");
-  p.type = query.scalar_type();
-  p.acc = acc_type(p.shape.dtype);
-  for (const auto& [name, t] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
-    check_cpu(*t, op, name);
-    check_dim(*t, 4, op, name);
-    check_type(*t, p.type, op, name);
-    check_size(*t, 0, query.size(0), op, name);
+// One piece of work on a head: of query head `head`, or of all query heads of key head `head`.
+struct Item {
+  int32_t sequence, head;
+  int64_t block;
+};
+
+// The sequences with the longest items first. What an item costs must not depend on the other sequences, but when it
+// runs may.
+template <class Cost>
+std::vector<int32_t> longest_first(const Problem& p, const Cost& cost) {
+  std::vector<int32_t> order(p.sequences.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return cost(p.sequences[static_cast<size_t>(a)].band) > cost(p.sequences[static_cast<size_t>(b)].band);
+  });
+  return order;
+}
+
+// Keys and values as `pack` lays them out, once for all query heads that share them.
+class Packed {
+ public:
+  template <class Wanted>
+  Packed(const Problem& p, const AttentionKernels& kernels, const Heads& key, const Heads& value, bool backward,
+         const Wanted& wanted, const char* op) {
+    if (!kernels.pack) return;
+    int64_t total = 0;
+    std::vector<Item> items;
+    for (size_t i = 0; i < p.sequences.size(); ++i) {
+      const AttentionSequence& band = p.sequences[i].band;
+      offsets_.push_back(total);
+      bytes_.push_back(wanted(band) ? kernels.pack_bytes(p.shape, band.keys, backward) : 0);
+      if (bytes_.back() == 0) continue;
+      total += checked_product({bytes_.back(), p.kv_heads}, op);
+      const Range seen = visible_range(band, 0, band.queries);
+      for (int32_t head = 0; head < p.kv_heads; ++head)
+        for (int64_t j = seen.begin / kernels.block_k; j < blocks(seen.end, kernels.block_k); ++j)
+          items.push_back({static_cast<int32_t>(i), head, j});
+    }
+    memory_ = empty(key.tensor, {total / 4}, ScalarType::Float);
+    parallel_workers(static_cast<int64_t>(items.size()), [&](WorkQueue& queue, int64_t) {
+      for (int64_t at; queue.take(at);) {
+        const Item& item = items[static_cast<size_t>(at)];
+        const Sequence& s = p.sequences[static_cast<size_t>(item.sequence)];
+        kernels.pack(p.shape, s.band.keys, backward, key.rows(s.batch, item.head, s.key_row),
+                     value.rows(s.batch, item.head, s.key_row), item.block, address(item.sequence, item.head));
+      }
+    });
   }
-  p.batch = query.size(0);
-  p.heads = query.size(1);
-  p.kv_heads = key.size(1);
-  check_size(value, 1, p.kv_heads, op, "value");
-  check_size(value, 2, key.size(2), op, "value");
-  check_size(key, 3, query.size(3), op, "key");
-  SK_CHECK(p.kv_heads > 0 ? p.heads % p.kv_heads == 0 : p.heads == 0, op, ": the ", p.heads,
-           " heads of query must be a multiple of the ", p.kv_heads, " heads of key");
-  p.group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
-  p.shape.queries = query.size(2);
-  p.shape.keys = key.size(2);
-  p.shape.head_dim = query.size(3);
-  p.shape.value_dim = value.size(3);
-  p.shape.causal = causal;
-  p.shape.diagonal = std::clamp(diagonal, -p.shape.queries, p.shape.keys);
-  p.shape.scale = scale;
-  p.query_blocks = blocks(p.shape.queries, kBlockQ);
-  p.key_blocks = blocks(p.shape.keys, kBlockK);
-  return p;
-}
+  void* address(int32_t sequence, int64_t kv_head) const {
+    if (!memory_ || bytes_[static_cast<size_t>(sequence)] == 0) return nullptr;
+    const auto i = static_cast<size_t>(sequence);
+    return static_cast<char*>(memory_->mutable_data_ptr()) + offsets_[i] + kv_head * bytes_[i];
+  }
 
-// One worker's scratch memory after the other.
-Tensor scratch_memory(const Tensor& like, int64_t bytes, int64_t workers, const char* op) {
-  return empty(like, {checked_product({bytes / 4, workers}, op)}, ScalarType::Float);
-}
+ private:
+  std::optional<Tensor> memory_;
+  std::vector<int64_t> offsets_, bytes_;
+};
 
-std::tuple<Tensor, Tensor> attention_fwd(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
-                                         int64_t diagonal, double scale) {
-  const char* op = "attention_fwd";
-  const Problem p = check(op, query, key, value, causal, diagonal, scale);
-  const AttentionShape& s = p.shape;
-  Tensor out = empty(query, {p.batch, p.heads, s.queries, s.value_dim}, p.type);
-  Tensor lse = empty(query, {p.batch, p.heads, s.queries}, p.acc);
-  const int64_t items = checked_product({p.batch, p.heads, p.query_blocks}, op);
-  if (items == 0) return {out, lse};
+// ---- forward -------------------------------------------------------------------------------------------------------
 
-  const Heads q(query), k(key), v(value);
-  const AttentionKernels& kernels = attention_kernels();
-  const int64_t bytes = kernels.forward_scratch(s);
-  const Tensor scratch = scratch_memory(query, bytes, worker_count(items), op);
+// Where the partial results of the sequences with few queries lie, and how many chunks of a key head are to come.
+struct Few {
+  int64_t first_chunk = 0, chunks = 0;  // 0: not such a sequence
+  int64_t partial = 0, counter = 0;     // index of the first key head's
+};
+
+std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optional<Tensor>& sinks) {
+  const Problem p = check(a);
+  const AttentionShape& shape = p.shape;
+  if (sinks) {
+    check_cpu(*sinks, a.op, "sinks");
+    check_dim(*sinks, 1, a.op, "sinks");
+    check_type(*sinks, p.acc, a.op, "sinks");
+    check_size(*sinks, 0, p.heads, a.op, "sinks");
+  }
+  const std::optional<Tensor> sink_row = sinks ? std::optional(as_contiguous(*sinks)) : std::nullopt;
+  const Tensor out = p.rows_tensor(a.query, p.heads, p.query_rows, shape.value_dim);
+  const Tensor lse = empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc);
+  if (p.heads == 0 || p.batch == 0 || p.query_rows == 0) return {out, lse};
+
+  const Heads q(a.query), k(a.key), v(a.value), o(out);
+  const AttentionKernels& kernels = kernels_for(shape);
+  if (p.packed) {  // rows before the first sequence and after the last
+    const Sequence *first = p.sequences.empty() ? nullptr : &p.sequences.front(), *last = first;
+    if (last) last = &p.sequences.back();
+    const int64_t begin = first ? first->query_row : p.query_rows;
+    const int64_t end = last ? last->query_row + last->band.queries : p.query_rows;
+    for (int64_t head = 0; head < p.heads; ++head) {
+      for (const auto& [from, to] : {std::pair{int64_t{0}, begin}, std::pair{end, p.query_rows}}) {
+        o.zero(0, head, from, to);
+        for (int64_t row = from; row < to; ++row) {
+          const int64_t at = head * p.query_rows + row;
+          if (p.acc == ScalarType::Double) reinterpret_cast<double*>(offset(lse, 0))[at] = -HUGE_VAL;
+          else reinterpret_cast<float*>(offset(lse, 0))[at] = -HUGE_VALF;
+        }
+      }
+    }
+  }
+
   // A head's keys and values stay in cache while its blocks of queries, the longest first, are done.
-  parallel_workers(items, [&](WorkQueue& queue, int64_t worker) {
-    for (int64_t item; queue.take(item);) {
-      const int64_t block = p.query_blocks - 1 - item % p.query_blocks;
-      const int64_t head = item / p.query_blocks % p.heads, batch = item / p.query_blocks / p.heads;
-      const int64_t row = (batch * p.heads + head) * s.queries;
-      const AttentionForward args{s,
-                                  q.at(batch, head),
-                                  k.at(batch, head / p.group),
-                                  v.at(batch, head / p.group),
-                                  offset(out, row * s.value_dim),
-                                  offset(lse, row)};
-      kernels.forward(args, block, offset(scratch, worker * bytes / 4));
+  const auto is_few = [&](const AttentionSequence& s) {
+    return s.queries > 0 && checked_product({p.group, s.queries}, a.op) <= kernels.few_rows;
+  };
+  std::vector<Item> items;
+  std::vector<Few> few(p.sequences.size());
+  int64_t partials = 0, counters = 0;
+  for (const int32_t index : longest_first(p, [&](const AttentionSequence& s) {
+         const int64_t begin = is_few(s) ? 0 : (blocks(s.queries, kernels.block_q) - 1) * kernels.block_q;
+         const Range seen = visible_range(s, std::max<int64_t>(0, begin), s.queries);
+         return std::min(s.queries, kernels.block_q) * (seen.end - seen.begin);
+       })) {
+    const AttentionSequence& s = p.sequences[static_cast<size_t>(index)].band;
+    if (is_few(s)) {
+      const Range seen = visible_range(s, 0, s.queries);
+      Few& f = few[static_cast<size_t>(index)];
+      f.first_chunk = seen.begin < seen.end ? seen.begin / kernels.few_keys : 0;
+      f.chunks = seen.begin < seen.end ? blocks(seen.end, kernels.few_keys) - f.first_chunk : 1;
+      f.partial = partials;
+      f.counter = counters;
+      partials += checked_product({f.chunks, p.kv_heads}, a.op);
+      counters += p.kv_heads;
+      for (int32_t head = 0; head < p.kv_heads; ++head)
+        for (int64_t chunk = 0; chunk < f.chunks; ++chunk) items.push_back({index, head, f.first_chunk + chunk});
+    } else {
+      for (int32_t head = 0; head < p.heads; ++head)
+        for (int64_t block = blocks(s.queries, kernels.block_q); block-- > 0;) items.push_back({index, head, block});
+    }
+  }
+  const auto count = static_cast<int64_t>(items.size());
+  if (count == 0) return {out, lse};
+  const Packed packed(p, kernels, k, v, false, [&](const AttentionSequence& s) { return !is_few(s); }, a.op);
+
+  int64_t bytes = kernels.forward_scratch(shape);
+  if (counters > 0) bytes = std::max(bytes, kernels.few_scratch(shape));
+  const Memory scratch(a.query, bytes, worker_count(count), a.op);
+  const Memory partial(a.query, counters > 0 ? kernels.few_partial(shape) : 0, partials, a.op);
+  const std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[static_cast<size_t>(counters)]());
+
+  parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
+    for (int64_t at; queue.take(at);) {
+      const Item& item = items[static_cast<size_t>(at)];
+      const Sequence& s = p.sequences[static_cast<size_t>(item.sequence)];
+      const Few& f = few[static_cast<size_t>(item.sequence)];
+      const int64_t head = f.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
+      const AttentionForward args{shape,
+                                  s.band,
+                                  p.bias(s, head),
+                                  q.rows(s.batch, head, s.query_row),
+                                  k.rows(s.batch, kv_head, s.key_row),
+                                  v.rows(s.batch, kv_head, s.key_row),
+                                  o.mutable_rows(s.batch, head, s.query_row),
+                                  offset(lse, p.row(s, head)),
+                                  sink_row ? offset(*sink_row, head) : nullptr,
+                                  packed.address(item.sequence, kv_head),
+                                  f.chunks > 0 ? p.group : 1,
+                                  q.head_stride,
+                                  o.head_stride,
+                                  p.query_rows};
+      if (f.chunks == 0) {
+        kernels.forward(args, item.block, scratch.at(worker));
+        continue;
+      }
+      const int64_t first = f.partial + kv_head * f.chunks;
+      kernels.few_forward(args, item.block, partial.at(first + item.block - f.first_chunk), scratch.at(worker));
+      // Whoever finishes last puts the chunks together, in their order.
+      if (done[f.counter + kv_head].fetch_add(1, std::memory_order_acq_rel) == f.chunks - 1)
+        kernels.few_combine(args, partial.at(first), f.chunks);
     }
   });
   return {out, lse};
 }
+
+// ---- backward ------------------------------------------------------------------------------------------------------
 
 // Lets the blocks of queries reach a key block's gradients one after the other, in an order that the shape alone
 // decides: the sums have the same bits on any number of threads. The queue hands out the blocks in that order too, so
@@ -132,21 +230,207 @@ class Turns {
   std::unique_ptr<std::atomic<int64_t>[]> done_;
 };
 
-std::tuple<Tensor, Tensor, Tensor> attention_bwd(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                                 const Tensor& query, const Tensor& key, const Tensor& value,
-                                                 const Tensor& out, const Tensor& lse, bool causal, int64_t diagonal,
-                                                 double scale) {
-  const char* op = "attention_bwd";
-  const Problem p = check(op, query, key, value, causal, diagonal, scale);
-  const AttentionShape& s = p.shape;
+// Blocks of queries that see a key block, and how far a block of queries is from being the first to reach it.
+struct Visitors {
+  int64_t count, last;
+  Visitors(const AttentionSequence& s, const AttentionKernels& kernels, int64_t key_block) {
+    const int64_t first_key = key_block * kernels.block_k;
+    const Range seeing = seeing_range(s, first_key, std::min(s.keys, first_key + kernels.block_k));
+    last = blocks(seeing.end, kernels.block_q) - 1;
+    count = last + 1 - seeing.begin / kernels.block_q;
+  }
+};
+
+struct Gradients {
+  Tensor query, key, value, mask, distance;
+};
+
+// All tensors of a backward pass, as the kernels read and write them.
+struct Backward {
+  const Problem& p;
+  const AttentionKernels& kernels;
+  const Heads grad_out, query, key, value, out;
+  const Tensor lse;
+  const std::optional<Tensor> grad_lse;
+  const Heads grad_query, grad_key, grad_value, key_sum, value_sum;
+  const Tensor grad_mask, distance;
+  const bool own_mask;  // every head of every sequence has a mask of its own
+  const Packed packed;
+
+  AttentionBackward arguments(int32_t index, int64_t head) const {
+    const Sequence& s = p.sequences[static_cast<size_t>(index)];
+    const int64_t kv_head = head / p.group, row = p.row(s, head);
+    AttentionBackward args{p.shape,
+                           s.band,
+                           p.bias(s, head),
+                           grad_out.rows(s.batch, head, s.query_row),
+                           query.rows(s.batch, head, s.query_row),
+                           key.rows(s.batch, kv_head, s.key_row),
+                           value.rows(s.batch, kv_head, s.key_row),
+                           out.rows(s.batch, head, s.query_row),
+                           offset(lse, row),
+                           grad_lse ? offset(*grad_lse, row) : nullptr,
+                           grad_query.mutable_rows(s.batch, head, s.query_row),
+                           grad_key.mutable_rows(s.batch, kv_head, s.key_row),
+                           grad_value.mutable_rows(s.batch, kv_head, s.key_row),
+                           key_sum.mutable_rows(s.batch, kv_head, s.key_row),
+                           value_sum.mutable_rows(s.batch, kv_head, s.key_row),
+                           p.shape.need_slopes ? offset(distance, row) : nullptr,
+                           {nullptr, 0},
+                           packed.address(index, kv_head)};
+    if (own_mask) {
+      const int64_t rows = grad_mask.size(2), columns = grad_mask.size(3);
+      args.grad_mask = {offset(grad_mask, (s.index * p.heads + head) * rows * columns), columns};
+    }
+    return args;
+  }
+};
+
+// What no block of queries writes.
+void zero_unseen(const Backward& b) {
+  const Problem& p = b.p;
+  if (b.own_mask) std::memset(offset(b.grad_mask, 0), 0, b.grad_mask.numel() * b.grad_mask.element_size());
+  const auto zero_keys = [&](int64_t batch, int64_t begin, int64_t end) {
+    for (int64_t head = 0; head < p.kv_heads && begin < end; ++head) {
+      b.grad_key.zero(batch, head, begin, end);
+      b.grad_value.zero(batch, head, begin, end);
+    }
+  };
+  const auto zero_queries = [&](int64_t begin, int64_t end) {
+    for (int64_t head = 0; head < p.heads && begin < end; ++head) {
+      b.grad_query.zero(0, head, begin, end);
+      if (p.shape.need_slopes)
+        std::memset(offset(b.distance, head * p.query_rows + begin), 0, (end - begin) * b.distance.element_size());
+    }
+  };
+  for (const Sequence& s : p.sequences) {
+    const Range seen = visible_range(s.band, 0, s.band.queries);
+    const bool any = seen.begin < seen.end && s.band.queries > 0;
+    const int64_t block = b.kernels.block_k, begin = any ? seen.begin / block * block : s.key_rows;
+    const int64_t end = any ? std::min(s.band.keys, blocks(seen.end, block) * block) : s.key_rows;
+    zero_keys(s.batch, s.key_row, s.key_row + begin);
+    zero_keys(s.batch, s.key_row + end, s.key_row + s.key_rows);
+  }
+  if (!p.packed) return;
+  if (p.sequences.empty()) {
+    zero_queries(0, p.query_rows);
+    zero_keys(0, 0, p.key_rows);
+    return;
+  }
+  const Sequence &first = p.sequences.front(), &last = p.sequences.back();
+  zero_queries(0, first.query_row);
+  zero_queries(last.query_row + last.band.queries, p.query_rows);
+  zero_keys(0, 0, first.key_row);
+  zero_keys(0, last.key_row + last.key_rows, p.key_rows);
+}
+
+void run_backward(const Backward& b, const char* op) {
+  const Problem& p = b.p;
+  const AttentionKernels& kernels = b.kernels;
+  // All blocks of queries that share a key head form a chain; the chains go side by side, those with the most left
+  // first, and within a chain the longest blocks first.
+  const auto length = [&](const AttentionSequence& s) { return p.group * blocks(s.queries, kernels.block_q); };
+  const std::vector<int32_t> order = longest_first(p, length);
+  std::vector<int64_t> first_turn(p.sequences.size());
+  int64_t turn_count = 0, longest = 0;
+  for (size_t i = 0; i < p.sequences.size(); ++i) {
+    first_turn[i] = turn_count;
+    turn_count += checked_product({p.kv_heads, blocks(p.sequences[i].band.keys, kernels.block_k)}, op);
+    longest = std::max(longest, length(p.sequences[i].band));
+  }
+  std::vector<Item> items;  // head: of keys; block: position in the chain
+  for (int64_t left = longest; left > 0; --left) {
+    for (const int32_t index : order) {
+      const int64_t count = length(p.sequences[static_cast<size_t>(index)].band);
+      if (count < left) break;
+      for (int32_t head = 0; head < p.kv_heads; ++head) items.push_back({index, head, count - left});
+    }
+  }
+  const auto count = static_cast<int64_t>(items.size());
+  if (count == 0) return;
+  const Memory scratch(b.query.tensor, kernels.backward_scratch(p.shape), worker_count(count), op);
+  Turns turns(turn_count);
+
+  parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
+    void* memory = scratch.at(worker);
+    for (int64_t at; queue.take(at);) {
+      const Item& item = items[static_cast<size_t>(at)];
+      const AttentionSequence& s = p.sequences[static_cast<size_t>(item.sequence)].band;
+      const int64_t query_blocks = blocks(s.queries, kernels.block_q);
+      const int64_t group = item.block / query_blocks, block = query_blocks - 1 - item.block % query_blocks;
+      const AttentionBackward args = b.arguments(item.sequence, item.head * p.group + group);
+      const int64_t first = block * kernels.block_q;
+      const Range seen = visible_range(s, first, std::min(s.queries, first + kernels.block_q));
+      const int64_t chain =
+          first_turn[static_cast<size_t>(item.sequence)] + item.head * blocks(s.keys, kernels.block_k);
+      kernels.backward_begin(args, block, memory);
+      for (int64_t j = seen.begin / kernels.block_k; j * kernels.block_k < seen.end; ++j) {
+        const bool visible = kernels.backward_scores(args, block, j, memory);
+        const Visitors visitors(s, kernels, j);
+        const int64_t turn = group * visitors.count + visitors.last - block;
+        turns.wait(chain + j, turn);
+        kernels.backward_keys(args, block, j, visible, turn == 0, turn == p.group * visitors.count - 1, memory);
+        turns.finish(chain + j, turn);
+      }
+      kernels.backward_end(args, block, memory);
+    }
+  });
+}
+
+// The gradient of a mask that heads or sequences share. An item owns a part of it, and computes the scores of all that
+// share it once more, in their order: no copies of the mask, no waiting, the same bits on any number of threads.
+void run_mask(const Backward& b, const char* op) {
+  const Problem& p = b.p;
+  const AttentionKernels& kernels = b.kernels;
+  const int64_t samples = b.grad_mask.size(0), heads = b.grad_mask.size(1);
+  const int64_t rows = b.grad_mask.size(2), columns = b.grad_mask.size(3);
+  const int64_t width = kMaskBlocks * kernels.block_k;
+  const int64_t row_blocks = blocks(rows, kernels.block_q), column_blocks = blocks(columns, width);
+  const int64_t count = checked_product({samples, heads, row_blocks, column_blocks}, op);
+  if (count == 0) return;
+  const int64_t acc_size = p.acc == ScalarType::Double ? 8 : 4, sum_bytes = kernels.block_q * width * acc_size;
+  const Memory scratch(b.query.tensor, kernels.backward_scratch(p.shape) + sum_bytes, worker_count(count), op);
+  const auto sequences = static_cast<int64_t>(p.sequences.size());
+
+  parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
+    char *sum = scratch.at(worker), *memory = sum + sum_bytes;
+    for (int64_t item; queue.take(item);) {
+      const int64_t column = item % column_blocks * width, block = row_blocks - 1 - item / column_blocks % row_blocks;
+      const int64_t index = item / column_blocks / row_blocks, sample = index / heads, mask_head = index % heads;
+      const int64_t row = block * kernels.block_q;
+      std::memset(sum, 0, static_cast<size_t>(sum_bytes));
+      for (int64_t i = samples == 1 ? 0 : sample; i < (samples == 1 ? sequences : sample + 1); ++i) {
+        const AttentionSequence& s = p.sequences[static_cast<size_t>(i)].band;
+        const Range seen = visible_range(s, row, std::min(s.queries, row + kernels.block_q));
+        const int64_t begin = std::max(seen.begin, column), end = std::min(seen.end, column + width);
+        if (row >= s.queries || begin >= end) continue;
+        for (int64_t head = heads == 1 ? 0 : mask_head; head < (heads == 1 ? p.heads : mask_head + 1); ++head) {
+          const AttentionBackward args = b.arguments(static_cast<int32_t>(i), head);
+          kernels.backward_begin(args, block, memory);
+          for (int64_t j = begin / kernels.block_k; j * kernels.block_k < end; ++j)
+            kernels.mask_sum(args, block, j, sum + (j * kernels.block_k - column) * acc_size, width, memory);
+        }
+      }
+      const int64_t to = (index * rows + row) * columns + column;
+      kernels.mask_write(p.shape, sum, width, std::min(kernels.block_q, rows - row), std::min(width, columns - column),
+                         {offset(b.grad_mask, to), columns});
+    }
+  });
+}
+
+Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                   const Tensor& out, const Tensor& lse, bool need_mask, bool need_slopes) {
+  const char* op = a.op;
+  Problem p = check(a);
+  AttentionShape& shape = p.shape;
   for (const auto& [name, t] : {std::pair{"grad_out", &grad_out}, std::pair{"out", &out}}) {
     check_cpu(*t, op, name);
     check_dim(*t, 4, op, name);
     check_type(*t, p.type, op, name);
     check_size(*t, 0, p.batch, op, name);
     check_size(*t, 1, p.heads, op, name);
-    check_size(*t, 2, s.queries, op, name);
-    check_size(*t, 3, s.value_dim, op, name);
+    check_size(*t, 2, p.query_rows, op, name);
+    check_size(*t, 3, shape.value_dim, op, name);
   }
   for (const auto& [name, t] : {std::pair{"lse", &lse}, std::pair{"grad_lse", grad_lse ? &*grad_lse : &lse}}) {
     check_cpu(*t, op, name);
@@ -154,79 +438,81 @@ std::tuple<Tensor, Tensor, Tensor> attention_bwd(const Tensor& grad_out, const s
     check_type(*t, p.acc, op, name);
     check_size(*t, 0, p.batch, op, name);
     check_size(*t, 1, p.heads, op, name);
-    check_size(*t, 2, s.queries, op, name);
+    check_size(*t, 2, p.query_rows, op, name);
   }
-  Tensor grad_query = empty(query, {p.batch, p.heads, s.queries, s.head_dim}, p.type);
-  Tensor grad_key = empty(query, {p.batch, p.kv_heads, s.keys, s.head_dim}, p.type);
-  Tensor grad_value = empty(query, {p.batch, p.kv_heads, s.keys, s.value_dim}, p.type);
-
-  // The first block of queries that sees key block j.
-  const auto first_query_block = [&](int64_t j) {
-    return s.causal ? std::clamp<int64_t>(j * kBlockK - s.diagonal, 0, s.queries) / kBlockQ : 0;
-  };
-  const auto visible_key_blocks = [&](int64_t query_block) {
-    const int64_t last = std::min(s.queries, (query_block + 1) * kBlockQ) - 1;
-    return blocks(s.causal ? std::clamp<int64_t>(last + s.diagonal + 1, 0, s.keys) : s.keys, kBlockK);
-  };
-  const int64_t seen = p.query_blocks > 0 ? visible_key_blocks(p.query_blocks - 1) : 0;
-  // Keys that no query sees.
-  const int64_t chains = checked_product({p.batch, p.kv_heads}, op), unseen = std::min(seen * kBlockK, s.keys);
-  for (int64_t chain = 0; chain < chains && unseen < s.keys; ++chain) {
-    for (const Tensor* grad : {&grad_key, &grad_value}) {
-      const int64_t row = grad->size(3);
-      std::memset(offset(*grad, (chain * s.keys + unseen) * row), 0, (s.keys - unseen) * row * grad->element_size());
-    }
+  SK_CHECK(!need_slopes || p.slopes, op, ": need_slopes without alibi_slopes");
+  if (need_mask) {
+    SK_CHECK(p.mask && shape.mask != MaskType::boolean, op, ": need_mask without a mask of floating-point numbers");
+    check_size(*p.mask, 2, a.max_queries, op, "attn_mask");
+    check_size(*p.mask, 3, a.max_keys, op, "attn_mask");
   }
-  const int64_t items = checked_product({p.batch, p.heads, p.query_blocks}, op);
-  if (items == 0) return {grad_query, grad_key, grad_value};
+  shape.need_mask = need_mask;
+  shape.need_slopes = need_slopes;
+  const AttentionKernels& kernels = kernels_for(shape);
+  const auto sequences = static_cast<int64_t>(p.sequences.size());
 
-  const Heads dout(grad_out), q(query), k(key), v(value), o(out);
-  const Tensor lse_rows = as_contiguous(lse);
-  const std::optional<Tensor> grad_lse_rows = grad_lse ? std::optional(as_contiguous(*grad_lse)) : std::nullopt;
-  const AttentionKernels& kernels = attention_kernels();
+  Gradients g{p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
+              p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
+              p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
+              need_mask ? empty(a.query, {p.mask->size(0), p.mask->size(1), p.mask->size(2), p.mask->size(3)},
+                                p.mask->scalar_type())
+                        : empty(a.query, {0}, p.type),
+              need_slopes ? empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc) : empty(a.query, {0}, p.acc)};
   const auto sum_memory = [&](const Tensor& grad, int64_t dim) {
-    const int64_t width = kernels.padded(s.dtype, dim);
-    return p.type == p.acc && width == dim ? grad : empty(query, {p.batch, p.kv_heads, s.keys, width}, p.acc);
+    const int64_t width = kernels.padded(shape.dtype, dim);
+    return p.type == p.acc && width == dim ? grad : empty(a.query, {p.batch, p.kv_heads, p.key_rows, width}, p.acc);
   };
-  const Tensor key_sum = sum_memory(grad_key, s.head_dim), value_sum = sum_memory(grad_value, s.value_dim);
-  const int64_t bytes = kernels.backward_scratch(s);
-  const Tensor scratch = scratch_memory(query, bytes, worker_count(items), op);
-  Turns turns(checked_product({chains, std::max<int64_t>(1, seen)}, op));
+  const bool own_mask = need_mask && p.mask->size(0) == sequences && p.mask->size(1) == p.heads;
+  const Heads key(a.key), value(a.value);
+  const Backward b{p,
+                   kernels,
+                   Heads(grad_out),
+                   Heads(a.query),
+                   key,
+                   value,
+                   Heads(out),
+                   as_contiguous(lse),
+                   grad_lse ? std::optional(as_contiguous(*grad_lse)) : std::nullopt,
+                   Heads(g.query),
+                   Heads(g.key),
+                   Heads(g.value),
+                   Heads(sum_memory(g.key, shape.head_dim)),
+                   Heads(sum_memory(g.value, shape.value_dim)),
+                   g.mask,
+                   g.distance,
+                   own_mask,
+                   Packed(p, kernels, key, value, true, [](const AttentionSequence& s) { return s.queries > 0; }, op)};
+  zero_unseen(b);
+  if (p.heads > 0) run_backward(b, op);
+  if (need_mask && !own_mask) run_mask(b, op);
+  return g;
+}
 
-  // All blocks of queries that share a key head form a chain; the chains go side by side, the longest blocks first.
-  parallel_workers(items, [&](WorkQueue& queue, int64_t worker) {
-    void* memory = offset(scratch, worker * bytes / 4);
-    for (int64_t item; queue.take(item);) {
-      const int64_t chain = item % chains, position = item / chains;
-      const int64_t group = position / p.query_blocks, block = p.query_blocks - 1 - position % p.query_blocks;
-      const int64_t batch = chain / p.kv_heads, kv_head = chain % p.kv_heads, head = kv_head * p.group + group;
-      const int64_t row = (batch * p.heads + head) * s.queries, kv_row = chain * s.keys;
-      const AttentionBackward args{s,
-                                   dout.at(batch, head),
-                                   q.at(batch, head),
-                                   k.at(batch, kv_head),
-                                   v.at(batch, kv_head),
-                                   o.at(batch, head),
-                                   offset(lse_rows, row),
-                                   grad_lse_rows ? offset(*grad_lse_rows, row) : nullptr,
-                                   offset(grad_query, row * s.head_dim),
-                                   offset(grad_key, kv_row * s.head_dim),
-                                   offset(grad_value, kv_row * s.value_dim),
-                                   offset(key_sum, kv_row * key_sum.size(3)),
-                                   offset(value_sum, kv_row * value_sum.size(3))};
-      kernels.backward_begin(args, block, memory);
-      for (int64_t j = 0, count = visible_key_blocks(block); j < count; ++j) {
-        kernels.backward_scores(args, block, j, memory);
-        const int64_t visitors = p.query_blocks - first_query_block(j);
-        const int64_t turn = group * visitors + p.query_blocks - 1 - block;
-        turns.wait(chain * seen + j, turn);
-        kernels.backward_keys(args, block, j, turn == 0, turn == p.group * visitors - 1, memory);
-        turns.finish(chain * seen + j, turn);
-      }
-      kernels.backward_end(args, block, memory);
-    }
-  });
-  return {grad_query, grad_key, grad_value};
+// ---- the ops -------------------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> attention_fwd(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& query_starts, const std::optional<Tensor>& key_starts,
+    const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& alibi_slopes,
+    const std::optional<Tensor>& sinks, const std::optional<Tensor>& seed, int64_t max_queries, int64_t max_keys,
+    int64_t diagonal, bool lower_right, int64_t left, int64_t right, double scale, double softcap, double dropout_p) {
+  return forward({"attention_fwd", query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
+                  seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p},
+                 sinks);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& query_starts, const std::optional<Tensor>& key_starts,
+    const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& alibi_slopes,
+    const std::optional<Tensor>& seed, int64_t max_queries, int64_t max_keys, int64_t diagonal, bool lower_right,
+    int64_t left, int64_t right, double scale, double softcap, double dropout_p, bool need_mask, bool need_slopes) {
+  const Gradients g =
+      backward({"attention_bwd", query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
+                seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p},
+               grad_out, grad_lse, out, lse, need_mask, need_slopes);
+  return {g.query, g.key, g.value, g.mask, g.distance};
 }
 
 }  // namespace

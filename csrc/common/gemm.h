@@ -23,9 +23,14 @@ constexpr int kGemmRows = 6, kGemmVecs = 2;
 #endif
 constexpr int64_t kGemmSlice = 32;
 
-template <class A, int MR, int NR>
+// Which of A's strides is known to be 1: the addresses of a tile's elements of A then take one register or six.
+enum class Unit { none, k, row };
+
+template <class A, int MR, int NR, Unit U = Unit::none>
 SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                          int64_t ldc, bool accumulate) {
+  if (U == Unit::k) k_stride = 1;
+  if (U == Unit::row) row_stride = 1;
   int64_t k = 0;
   do {
     const int64_t end = K - k < kGemmSlice ? K : k + kGemmSlice;
@@ -49,32 +54,40 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   } while (k < K);
 }
 
-template <class A, int NR>
+template <class A, int NR, Unit U = Unit::none>
 void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                   int64_t ldc, bool accumulate) {
   int64_t m = 0;
   for (; m + kGemmRows <= M; m += kGemmRows)
-    gemm_tile<A, kGemmRows, NR>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc, accumulate);
+    gemm_tile<A, kGemmRows, NR, U>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc, accumulate);
   const A* tail_a = a + m * row_stride;
   A* tail_c = c + m * ldc;
   switch (M - m) {
-    case 5: gemm_tile<A, 5, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 4: gemm_tile<A, 4, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 3: gemm_tile<A, 3, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 2: gemm_tile<A, 2, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 1: gemm_tile<A, 1, NR>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 5: gemm_tile<A, 5, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 4: gemm_tile<A, 4, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 3: gemm_tile<A, 3, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 2: gemm_tile<A, 2, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 1: gemm_tile<A, 1, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
     default: break;
   }
 }
 
-// N is a multiple of W<A>. Element (m, k) of A lies at a[m * row_stride + k * k_stride].
-template <class A>
-void gemm(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb,
-          A* c, int64_t ldc, bool accumulate) {
+template <class A, Unit U>
+void gemm_unit(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
+               int64_t ldb, A* c, int64_t ldc, bool accumulate) {
   int64_t n = 0;
   for (; n + kGemmVecs * W<A> <= N; n += kGemmVecs * W<A>)
-    gemm_columns<A, kGemmVecs>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
-  for (; n < N; n += W<A>) gemm_columns<A, 1>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+    gemm_columns<A, kGemmVecs, U>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+  for (; n < N; n += W<A>) gemm_columns<A, 1, U>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+}
+
+// N is a multiple of W<A>. Element (m, k) of A lies at a[m * row_stride + k * k_stride].
+template <class A>
+SK_INLINE void gemm(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
+                    int64_t ldb, A* c, int64_t ldc, bool accumulate) {
+  if (k_stride == 1) gemm_unit<A, Unit::k>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
+  else if (row_stride == 1) gemm_unit<A, Unit::row>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
+  else gemm_unit<A, Unit::none>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
 }
 
 }  // namespace

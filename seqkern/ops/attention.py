@@ -1,16 +1,35 @@
-"""Attention: the functional API, its gradients, fake kernels and batching rules."""
+"""Attention: the functional API and its cost."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqkern import reference
-from seqkern._library import backend_for, kernel
-from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
+from seqkern._library import backend_for
+from seqkern.ops._attention_autograd import run
+from seqkern.ops._attention_checks import (
+    autocast,
+    broadcast,
+    check_align,
+    check_band,
+    check_batch,
+    check_dropout,
+    check_head_dim,
+    check_heads,
+    check_key_lengths,
+    check_lengths,
+    check_scale,
+    check_softcap,
+    check_starts,
+    check_tensors,
+    check_types,
+    prepare_mask,
+    prepare_sinks,
+    prepare_slopes,
+    readable,
+    shape_of,
+)
+from seqkern.ops._autograd import Cost, transforms_active, wants_gradient
 
 
 def scaled_dot_product_attention(
@@ -23,48 +42,66 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(Q K^T * scale) V: `torch.nn.functional.scaled_dot_product_attention`, argument by argument.
+    """softmax(Q K^T * scale + mask) V: `torch.nn.functional.scaled_dot_product_attention`, argument by argument.
 
-    Memory is O(N): the N x N scores are never stored, forward or backward. Double backward and forward-mode
-    derivatives are computed by the formula and do store them.
+    Memory is O(N): the N x N scores are never stored, forward or backward, nor for double backward and forward-mode
+    derivatives, which are computed by the formula, a block of queries at a time. The gradient of a mask has its size.
 
     Args:
         query: (..., Nq, D), float64, float32, bfloat16 or float16. The leading dimensions of the three broadcast.
             Any strides with a contiguous last dimension are read in place.
         key: (..., Nk, D), the query's dtype and device.
         value: (..., Nk, Dv), the query's dtype and device.
-        attn_mask: not available yet.
-        dropout_p: 0; dropout is not available yet.
-        is_causal: query i sees the keys j <= i, from the upper left corner, whatever Nq and Nk are.
+        attn_mask: broadcasts to (..., Nq, Nk) with the leading dimensions of the result. bool: True is visible;
+            float32 or the query's dtype: added to the scores, and differentiable. Read in place, with any strides.
+        dropout_p: the probability that a weight is dropped; the others are divided by 1 - dropout_p. Always applied, as
+            torch's: pass 0 for evaluation. The mask follows from one number that the device's generator gives
+            (torch.manual_seed), and from position: seqkern/reference/dropout.py.
+        is_causal: query i sees the keys j <= i, from the upper left corner, whatever Nq and Nk are. With an attn_mask,
+            what either hides is hidden.
         scale: default 1 / sqrt(D).
         enable_gqa: the heads, dimension -3, of key and value may divide the query's: consecutive query heads share one.
 
     Returns:
         (..., Nq, Dv), contiguous, in the query's dtype. Under autocast the inputs are cast first, as torch's op does.
+        A query that sees no key has output 0 and zero gradients.
 
     Raises:
         TypeError: an argument that is not a tensor, or dtypes that are not floating point or differ.
-        ValueError: shapes that do not fit each other, or tensors on different devices.
-        NotImplementedError: attn_mask or dropout; or the backend in force does not run on the query's device.
+        ValueError: shapes that do not fit each other, tensors on different devices, or a dropout_p that is no
+            probability.
+        NotImplementedError: the backend in force does not run on the query's device.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
 
     Example:
         >>> import torch, seqkern
         >>> q, k, v = (torch.randn(2, 4, 10, 8) for _ in range(3))
-        >>> y = seqkern.scaled_dot_product_attention(q, k, v, is_causal=True)
-        >>> z = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> mask = torch.rand(10, 10) < 0.7
+        >>> y = seqkern.scaled_dot_product_attention(q, k, v, mask)
+        >>> z = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
         >>> torch.allclose(y, z, atol=1e-6)
         True
     """
     op = "scaled_dot_product_attention"
-    _check_not_yet(op, {"attn_mask": attn_mask is not None, "dropout_p": _check_dropout(op, dropout_p) > 0})
-    query, key, value = _autocast(_check_tensors(op, query, key, value, least=3 if enable_gqa else 2))
-    _check_types(op, query, key, value)
-    _check_lengths(op, query, key, value)
-    q, k, v = _broadcast(op, query, key, value, enable_gqa)
-    out, _ = _attention(q, k, v, bool(is_causal), 0, scale, op)
-    return out
+    query, key, value = autocast(check_tensors(op, query, key, value, least=3 if enable_gqa else 2))
+    check_types(op, query, key=key, value=value)
+    check_head_dim(op, query, key)
+    check_lengths(op, key, value)
+    q, k, v = broadcast(op, query, key, value, enable_gqa)
+    leading = q.shape[:-2]
+    queries, keys = q.shape[-2], k.shape[-2]
+    if attn_mask is not None:
+        attn_mask = prepare_mask(op, attn_mask, q, (*leading, queries, keys))
+    if len(leading) < 2:
+        q, k, v = (t[(None,) * (2 - len(leading))] for t in (q, k, v))
+    elif len(leading) > 2:
+        q, k, v = (t.flatten(0, -4) for t in (q, k, v))
+    out, _ = run(
+        backend_for(op, q), q, k, v, attn_mask, None, None, None, None, None, _seed(op, dropout_p, q), queries, keys,
+        0, False, -1, 0 if is_causal else -1, check_scale(op, scale, q.shape[-1]), 0.0, dropout_p,
+    )  # fmt: skip
+    return out if len(leading) == 2 else out.view(*leading, *out.shape[-2:])
 
 
 def attention(
@@ -76,7 +113,7 @@ def attention(
     causal_align: str = "lower_right",
     attn_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
-    window: tuple[int, int] | None = None,
+    window: tuple[int | None, int | None] | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -84,10 +121,13 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(Q K^T * scale) V, with the log-sum-exp of the scores where wanted.
+    """softmax(z) V with every option, in any combination, and the log-sum-exp of the scores where wanted.
 
-    Memory is O(N): the N x N scores are never stored, forward or backward. Double backward and forward-mode
-    derivatives are computed by the formula and do store them.
+    The score of query i and key j is z = softcap * tanh(scale * q.k / softcap) - slope * |i + d - j| + mask where query
+    i sees key j, else -inf. d is the diagonal: query i stands at position i + d among the keys.
+
+    Memory is O(N): the N x N scores are never stored, forward or backward, nor for double backward and forward-mode
+    derivatives, which are computed by the formula, a block of queries at a time. The gradient of a mask has its size.
 
     Args:
         query: (B, H, Nq, D), float64, float32, bfloat16 or float16. Any strides with a contiguous last dimension are
@@ -95,24 +135,39 @@ def attention(
         key: (B, Hk, Nk, D) in the query's dtype, H a multiple of Hk: H / Hk consecutive query heads share a key head.
         value: (B, Hk, Nk, Dv) in the query's dtype.
         causal: hides from a query the keys after it.
-        causal_align: where the diagonal lies. "lower_right": the last query sees all keys, j <= i + Nk - Nq, which is
-            what decoding with cached keys needs; "upper_left": the first query sees one key, j <= i.
+        causal_align: where the diagonal lies, for causal, window and alibi_slopes. "lower_right": d = Nk - Nq, the last
+            query stands at the last key, which is what decoding with cached keys needs; "upper_left": d = 0, the first
+            query stands at the first key.
+        attn_mask: broadcasts to (B, H, Nq, Nk). bool: True is visible; float32 or the query's dtype: added to the
+            scores, and differentiable. Read in place, with any strides.
+        key_lengths: (B,), int32 or int64: sequence b has only the first key_lengths[b] keys. The others are never read.
+            d does not depend on it.
+        window: (left, right): a query sees no key more than `left` before it or `right` after it; -1 or None is without
+            limit. With causal, right is 0.
+        alibi_slopes: (H,) or (B, H), any floating dtype: what a head takes off a score for each step of distance.
+            Differentiable.
+        softcap: bounds the scores to (-softcap, softcap) by tanh, before everything that is added. None or 0: does not.
+        sinks: (H,), any floating dtype: a score in every softmax of a head that belongs to no key. Differentiable.
+        dropout_p: the probability that a weight is dropped; the others are divided by 1 - dropout_p. Pass 0 for
+            evaluation. The mask follows from one number that the device's generator gives (torch.manual_seed), and from
+            position: seqkern/reference/dropout.py.
         scale: default 1 / sqrt(D).
-        return_lse: also return the natural logarithm of the sum of exp(score), from which results over several sets of
-            keys can be combined. It is differentiable.
-        attn_mask, key_lengths, window, alibi_slopes, softcap, sinks, dropout_p: not available yet.
+        return_lse: also return the natural logarithm of every softmax's denominator, the sink in it, from which results
+            over several sets of keys can be combined: `merge_attention`. It is differentiable.
 
     Returns:
         The output, (B, H, Nq, Dv), contiguous, in the query's dtype; with return_lse a tuple of it and the log-sum-exp,
-        (B, H, Nq), float32 (float64 for float64). A query that sees no key has output 0, log-sum-exp -inf and zero
-        gradients.
+        (B, H, Nq), float32 (float64 for float64). A query that sees no key has output 0, log-sum-exp -inf (its sink,
+        where there is one) and zero gradients.
 
     Raises:
-        TypeError: an argument that is not a tensor, or dtypes that are not floating point or differ.
-        ValueError: shapes that do not fit each other, tensors on different devices, or an unknown causal_align.
-        NotImplementedError: an option that is not available yet; or the backend in force does not run on the device.
+        TypeError: an argument that is not a tensor or number where it must be one, or dtypes that are not floating
+            point (of lengths: whole numbers) or differ.
+        ValueError: shapes that do not fit each other, tensors on different devices, or a number out of its range.
+        NotImplementedError: the backend in force does not run on the device.
 
-    Source: Vaswani et al. 2017; shared key heads: Ainslie et al. 2023.
+    Source: Vaswani et al. 2017; shared key heads: Ainslie et al. 2023; window: Beltagy et al. 2020; slopes: Press et
+    al. 2022; softcap: Gemma 2, 2024; sinks: Xiao et al. 2023 and gpt-oss, 2025.
 
     Example:
         >>> import torch, seqkern
@@ -120,26 +175,301 @@ def attention(
         >>> out, lse = seqkern.attention(q, k, v, causal=True, return_lse=True)  # the newest of 50 tokens
         >>> out.shape, lse.shape
         (torch.Size([1, 8, 1, 64]), torch.Size([1, 8, 1]))
+        >>> recent = seqkern.attention(q, k, v, window=(15, 0), softcap=30.0, sinks=torch.zeros(8))
     """
     op = "attention"
-    options = (attn_mask, key_lengths, window, alibi_slopes, softcap, sinks)
-    names = ("attn_mask", "key_lengths", "window", "alibi_slopes", "softcap", "sinks")
-    used = {name: option is not None for name, option in zip(names, options, strict=True)}
-    _check_not_yet(op, used | {"dropout_p": _check_dropout(op, dropout_p) > 0})
-    if causal_align not in ("lower_right", "upper_left"):
-        raise ValueError(f'{op}: causal_align must be "lower_right" or "upper_left", got {causal_align!r}')
-    query, key, value = _autocast(_check_tensors(op, query, key, value, least=4, most=4))
-    _check_types(op, query, key, value)
-    _check_lengths(op, query, key, value)
-    for name, t in (("key", key), ("value", value)):
-        if t.shape[0] != query.shape[0]:
-            raise ValueError(f"{op}: {name} must have the query's batch size {query.shape[0]}, got {_shape(t)}")
-    if value.shape[1] != key.shape[1]:
-        raise ValueError(f"{op}: value must have the key's {key.shape[1]} heads, got {value.shape[1]}")
-    _check_heads(op, query, key, "key")
-    diagonal = key.shape[2] - query.shape[2] if causal and causal_align == "lower_right" else 0
-    out, lse = _attention(query, key, value, bool(causal), diagonal, scale, op)
+    lower_right = check_align(op, causal_align)
+    query, key, value = autocast(check_tensors(op, query, key, value, least=4, most=4))
+    check_types(op, query, key=key, value=value)
+    check_head_dim(op, query, key)
+    check_lengths(op, key, value)
+    check_batch(op, query, key, value, ("key", "value"))
+    batch, heads, queries, head_dim = query.shape
+    keys = key.shape[2]
+    left, right = check_band(op, causal, window)
+    diagonal = 0
+    if lower_right and (causal or window is not None or alibi_slopes is not None):
+        diagonal = keys - queries
+    if attn_mask is not None:
+        attn_mask = prepare_mask(op, attn_mask, query, (batch, heads, queries, keys))
+    if key_lengths is not None:
+        key_lengths = check_key_lengths(op, key_lengths, query, batch)
+    if alibi_slopes is not None:
+        alibi_slopes = prepare_slopes(op, alibi_slopes, query, batch)
+    if sinks is not None:
+        sinks = prepare_sinks(op, sinks, query)
+    out, lse = run(
+        backend_for(op, query), query, key, value, attn_mask, None, None, key_lengths, alibi_slopes, sinks,
+        _seed(op, dropout_p, query), queries, keys, diagonal, False, left, right, check_scale(op, scale, head_dim),
+        check_softcap(op, softcap), dropout_p,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    causal_align: str = "lower_right",
+    attn_mask: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of sequences of different lengths that are packed one behind the other, without padding.
+
+    Sequence s has the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1 of query and output, and those that cu_seqlens_k
+    says of key and value. It has the same bits as alone. Memory is O(T).
+
+    Args:
+        query: (T, H, D), float64, float32, bfloat16 or float16: T rows in all. Any strides with a contiguous last
+            dimension are read in place.
+        key: (Tk, Hk, D) in the query's dtype, H a multiple of Hk. value: (Tk, Hk, Dv) likewise.
+        cu_seqlens_q: (S + 1,), int32 or int64: from 0, not decreasing, at most T at the end. Rows behind the end belong
+            to no sequence: their output is 0, their log-sum-exp -inf. cu_seqlens_k: likewise, for key and value. What
+            they hold is checked where it can be read at once: on the CPU, not compiled and not inside a transform.
+        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys.
+        causal, window, softcap, sinks, scale: as `attention`, within each sequence.
+        causal_align: as `attention`, from the lengths of each sequence.
+        attn_mask: broadcasts to (S, H, max_seqlen_q, max_seqlen_k); of each sequence, the upper left corner counts.
+        alibi_slopes: (H,) or (S, H).
+        dropout_p: as `attention`; the mask depends on where a row is packed.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        The output, (T, H, Dv), contiguous, in the query's dtype; with return_lse a tuple of it and the log-sum-exp, (T,
+        H), float32 (float64 for float64).
+
+    Raises:
+        As `attention`. ValueError also for boundaries or maximal lengths that do not fit.
+
+    Source: as `attention`; the interface: Dao, "FlashAttention-2", 2023.
+
+    Example:
+        >>> import torch, seqkern
+        >>> q, k, v = (torch.randn(10, 4, 8) for _ in range(3))
+        >>> starts = torch.tensor([0, 3, 10])  # sequences of 3 and 7
+        >>> y = seqkern.attention_varlen(q, k, v, starts, starts, 7, 7, causal=True)
+        >>> first = seqkern.attention(*(t[None, :3].transpose(1, 2) for t in (q, k, v)), causal=True)
+        >>> torch.equal(y[:3], first[0].transpose(0, 1))
+        True
+    """
+    op = "attention_varlen"
+    lower_right = check_align(op, causal_align)
+    query, key, value = autocast(check_tensors(op, query, key, value, least=3, most=3))
+    check_types(op, query, key=key, value=value)
+    check_head_dim(op, query, key)
+    if value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            f"{op}: value must have the key's {key.shape[0]} rows and {key.shape[1]} heads, got shape {shape_of(value)}"
+        )
+    rows, heads, head_dim = query.shape
+    check_heads(op, heads, key.shape[1])
+    left, right = check_band(op, causal, window)
+    query_starts = check_starts(op, cu_seqlens_q, max_seqlen_q, query, rows, "cu_seqlens_q", "query")
+    key_starts = check_starts(op, cu_seqlens_k, max_seqlen_k, query, key.shape[0], "cu_seqlens_k", "key")
+    if key_starts.shape != query_starts.shape:
+        raise ValueError(
+            f"{op}: cu_seqlens_k must be as long as cu_seqlens_q, {query_starts.shape[0]}, got {key_starts.shape[0]}"
+        )
+    sequences = query_starts.shape[0] - 1
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    if attn_mask is not None:
+        attn_mask = prepare_mask(op, attn_mask, q, (sequences, heads, max_seqlen_q, max_seqlen_k))
+    if alibi_slopes is not None:
+        alibi_slopes = prepare_slopes(op, alibi_slopes, q, sequences)
+    if sinks is not None:
+        sinks = prepare_sinks(op, sinks, q)
+    out, lse = run(
+        backend_for(op, q), q, k, v, attn_mask, query_starts, key_starts.to(query_starts.dtype), None, alibi_slopes,
+        sinks, _seed(op, dropout_p, q), max_seqlen_q, max_seqlen_k, 0, lower_right, left, right,
+        check_scale(op, scale, head_dim), check_softcap(op, softcap), dropout_p,
+    )  # fmt: skip
+    out = out[0].transpose(0, 1)
+    return (out, lse[0].transpose(0, 1)) if return_lse else out
+
+
+def attention_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_lengths: Tensor,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of the newest tokens over a cache of keys and values, which it extends first.
+
+    With key and value, their N rows are written into the caches at cache_lengths, in place: the one change that seqkern
+    makes to its arguments. cache_lengths stays as it is: add N to it before the next call. The queries are the last Nq
+    tokens of every sequence, so that query i sees what is at or before position cache_lengths + N - Nq + i. What the
+    caches hold beyond is never read.
+
+    Args:
+        query: (B, H, Nq, D), float64, float32, bfloat16 or float16.
+        key_cache: (B, Hk, Nmax, D) in the query's dtype, H a multiple of Hk. value_cache: (B, Hk, Nmax, Dv) likewise.
+        cache_lengths: (B,), int32 or int64: the tokens in the cache of every sequence, without the new ones.
+        key, value: the new tokens' (B, Hk, N, D) and (B, Hk, N, Dv), or both None where the caches have them already.
+        window: (left, right), as `attention`; right is 0.
+        alibi_slopes, softcap, sinks, scale, return_lse: as `attention`.
+
+    Returns:
+        As `attention`. Under autocast, query, key and value are cast to the caches' dtype.
+
+    Raises:
+        As `attention`. ValueError also for tokens that do not fit the cache, before anything is written (checked where
+        the lengths can be read at once: on the CPU, not compiled). NotImplementedError where a gradient is wanted:
+        there is none; use torch.no_grad(), or `attention`.
+
+    Source: as `attention`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> keys, values = torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 8)  # room for 16 tokens
+        >>> lengths = torch.tensor([3, 5])  # of which the sequences have 3 and 5
+        >>> q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 1, 8), torch.randn(2, 1, 1, 8)
+        >>> y = seqkern.attention_decode(q, keys, values, lengths, key=k, value=v)
+        >>> lengths += 1
+    """
+    op = "attention_decode"
+    check_tensors(op, query, least=4, most=4)
+    if (key is None) != (value is None):
+        raise ValueError(f"{op}: key and value must be given together")
+    new = {} if key is None or value is None else {"key": key, "value": value}
+    for name, t in ({"key_cache": key_cache, "value_cache": value_cache} | new).items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != 4:
+            raise ValueError(f"{op}: {name} must have 4 dimensions, got shape {shape_of(t)}")
+    if torch.is_autocast_enabled(query.device.type):
+        query = query.to(key_cache.dtype)
+        new = {name: t.to(key_cache.dtype) for name, t in new.items()}
+    check_types(op, query, key_cache=key_cache, value_cache=value_cache, **new)
+    check_head_dim(op, query, key_cache)
+    check_batch(op, query, key_cache, value_cache, ("key_cache", "value_cache"))
+    batch, _, queries, head_dim = query.shape
+    room = key_cache.shape[2]
+    if value_cache.shape[2] != room:
+        raise ValueError(f"{op}: value_cache must have the key_cache's {room} rows, got shape {shape_of(value_cache)}")
+    lengths = check_key_lengths(op, cache_lengths, query, batch, "cache_lengths")
+    left, right = check_band(op, True, window)
+    if alibi_slopes is not None:
+        alibi_slopes = prepare_slopes(op, alibi_slopes, query, batch)
+    if sinks is not None:
+        sinks = prepare_sinks(op, sinks, query)
+    scale, softcap = check_scale(op, scale, head_dim), check_softcap(op, softcap)
+    backend = backend_for(op, query)
+    if wants_gradient(query, key_cache, value_cache, alibi_slopes, sinks, *new.values()) or transforms_active():
+        raise NotImplementedError(
+            f"{op} has no gradient and does not run inside transforms: call it under torch.no_grad(), or use attention"
+        )
+    lengths = _append(op, key_cache, value_cache, lengths, new)
+    out, lse = run(
+        backend, query, key_cache, value_cache, None, None, None, lengths, alibi_slopes, sinks, None, queries, room,
+        0, True, left, right, scale, softcap, 0.0,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _append(op: str, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, new: dict[str, Tensor]) -> Tensor:
+    """Writes the new keys and values where the caches end; the lengths with them."""
+    count = new["key"].shape[2] if new else 0
+    for (name, t), cache in zip(new.items(), (key_cache, value_cache), strict=False):
+        expected = (*cache.shape[:2], count, cache.shape[3])
+        if t.shape != expected:
+            raise ValueError(f"{op}: {name} must have shape {tuple(expected)} to fit the cache, got {shape_of(t)}")
+    room = key_cache.shape[2]
+    if readable(lengths):
+        for b, length in enumerate(lengths.tolist()):
+            if length < 0 or length + count > room:
+                raise ValueError(
+                    f"{op}: cache_lengths must leave room for {count} new tokens among {room}, "
+                    f"got {length} for sequence {b}"
+                )
+    if not new:
+        return lengths
+    sequence = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
+    position = lengths.long()[:, None] + torch.arange(count, device=lengths.device)
+    key_cache[sequence, :, position] = new["key"].transpose(1, 2)
+    value_cache[sequence, :, position] = new["value"].transpose(1, 2)
+    return lengths + count
+
+
+def _seed(op: str, dropout_p: float, query: Tensor) -> Tensor | None:
+    """What decides the dropout mask, drawn from the device's generator; None without dropout."""
+    if not check_dropout(op, dropout_p):
+        return None
+    return torch.randint(-(2**63), 2**63 - 1, (), device=query.device)
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over two sets of keys, from the outputs and log-sum-exps over each: as if it were computed at once.
+
+    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b with lse = log(exp(lse_a) + exp(lse_b)). Differentiable, to
+    any order. Where one lse is -inf, having seen no key, the other side is the result; where both are, the output is 0
+    and lse -inf. Sinks belong to one of the two only.
+
+    Args:
+        out_a, out_b: (..., Dv), the same shape and dtype.
+        lse_a, lse_b: the outputs' shape without the last dimension; as `attention` returns them.
+
+    Returns:
+        out in the dtype of the two, and lse, float32 (float64 for float64); computed in float32 or wider.
+
+    Raises:
+        TypeError: an argument that is not a tensor of floating point, or outputs of different dtypes.
+        ValueError: shapes or devices that differ.
+
+    Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023.
+
+    Example:
+        >>> import torch, seqkern
+        >>> q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
+        >>> a = seqkern.attention(q, k[:, :, :4], v[:, :, :4], return_lse=True)
+        >>> b = seqkern.attention(q, k[:, :, 4:], v[:, :, 4:], return_lse=True)
+        >>> out, lse = seqkern.merge_attention(*a, *b)
+        >>> torch.allclose(out, seqkern.attention(q, k, v), atol=1e-6)
+        True
+    """
+    op = "merge_attention"
+    tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if not t.is_floating_point():
+            raise TypeError(f"{op}: {name} must be of floating point, got {t.dtype}")
+        expected = out_a.shape if name.startswith("out") else out_a.shape[:-1]
+        if t.shape != expected or not out_a.dim():
+            raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, as out_a asks, got {shape_of(t)}")
+        if t.device != out_a.device:
+            raise ValueError(f"{op}: {name} must be on the device of out_a, {out_a.device}, got {t.device}")
+    if out_b.dtype != out_a.dtype:
+        raise TypeError(f"{op}: out_b must have the dtype of out_a, {out_a.dtype}, got {out_b.dtype}")
+    wide = torch.promote_types(out_a.dtype, torch.float32)
+    a, b = lse_a.to(wide), lse_b.to(wide)
+    largest = torch.maximum(a.detach(), b.detach())
+    shift = largest.masked_fill(largest.isneginf(), 0)
+    weight_a, weight_b = torch.exp(a - shift), torch.exp(b - shift)
+    total = weight_a + weight_b
+    total = total.masked_fill(total == 0, 1)
+    out = (weight_a / total)[..., None] * out_a.to(wide) + (weight_b / total)[..., None] * out_b.to(wide)
+    return out.to(out_a.dtype), largest + total.log()
 
 
 def cost(
@@ -154,269 +484,26 @@ def cost(
     value_dim: int | None = None,
     causal: bool = False,
     diagonal: int = 0,
+    window: tuple[int | None, int | None] | None = None,
+    mask_bytes: int = 0,
     backward: bool = False,
 ) -> Cost:
-    """Work of attention over the visible scores; `backward` counts the backward pass alone (five products to two)."""
+    """Work of attention over the visible scores; `backward` counts the backward pass alone (five products to two).
+
+    What a mask hides is counted as seen; `mask_bytes` is what reading it once takes.
+    """
     kv_heads, value_dim = kv_heads or heads, value_dim or head_dim
-    seen = (min(max(i + diagonal + 1, 0), keys) for i in range(queries)) if causal else (keys for _ in range(queries))
-    flops = 2 * batch * heads * sum(seen) * (head_dim + value_dim)
+    left, right = check_band("cost", causal, window)
+    seen = 0
+    for i in range(diagonal, diagonal + queries):
+        first = max(i - left, 0) if left >= 0 else 0
+        last = min(i + right + 1, keys) if right >= 0 else keys
+        seen += max(last - first, 0)
+    flops = 2 * batch * heads * seen * (head_dim + value_dim)
     of_queries = batch * heads * queries * (head_dim + value_dim) * dtype.itemsize  # query and output
     of_keys = batch * kv_heads * keys * (head_dim + value_dim) * dtype.itemsize  # key and value
     lse = batch * heads * queries * (8 if dtype == torch.float64 else 4)
     if backward:  # reads query, output, its gradient, key, value, lse; writes three gradients
         of_output = batch * heads * queries * value_dim * dtype.itemsize
-        return Cost(flops=flops * 5 // 2, bytes=2 * of_queries + of_output + 2 * of_keys + lse)
-    return Cost(flops=flops, bytes=of_queries + of_keys + lse)
-
-
-# ---- checks -------------------------------------------------------------------------------------------------------
-
-
-def _shape(t: Tensor) -> tuple[int, ...]:
-    return tuple(t.shape)
-
-
-def _check_not_yet(op: str, used: dict[str, bool]) -> None:
-    for name, is_used in used.items():
-        if is_used:
-            raise NotImplementedError(
-                f"{op}: {name} is not available yet; meanwhile use torch.nn.functional.scaled_dot_product_attention"
-                + ("" if name in ("attn_mask", "dropout_p") else ", with an attn_mask where that can express it")
-            )
-
-
-def _check_dropout(op: str, dropout_p: float) -> float:
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"{op}: dropout_p must be a probability, between 0 and 1, got {dropout_p}")
-    return dropout_p
-
-
-def _check_tensors(op: str, *tensors: Tensor, least: int, most: int | None = None) -> tuple[Tensor, ...]:
-    for name, t in zip(("query", "key", "value"), tensors, strict=True):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        if t.dim() < least or (most is not None and t.dim() > most):
-            wanted = f"{least}" if most == least else f"at least {least}"
-            raise ValueError(f"{op}: {name} must have {wanted} dimensions, got shape {_shape(t)}")
-    return tensors
-
-
-def _check_types(op: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    if query.dtype not in FLOATING:
-        raise TypeError(f"{op}: query must be float64, float32, bfloat16 or float16, got {query.dtype}")
-    for name, t in (("key", key), ("value", value)):
-        if t.dtype != query.dtype:
-            raise TypeError(f"{op}: {name} must have the query's dtype {query.dtype}, got {t.dtype}")
-        if t.device != query.device:
-            raise ValueError(f"{op}: {name} must be on the query's device {query.device}, got {t.device}")
-
-
-def _check_lengths(op: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"{op}: key must have the query's head dimension {query.shape[-1]} (its last), got shape {_shape(key)}"
-        )
-    if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"{op}: value must have the key's length {key.shape[-2]}, got shape {_shape(value)}")
-
-
-def _check_heads(op: str, query: Tensor, t: Tensor, name: str) -> None:
-    heads, shared = query.shape[-3], t.shape[-3]
-    if heads % shared if shared else heads:
-        raise ValueError(f"{op}: the {heads} heads of query must be a multiple of the {shared} heads of {name}")
-
-
-def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
-
-
-def _broadcast(op: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with the same leading dimensions, except that grouped keys and values keep their number of heads."""
-    tail = 2
-    if grouped:
-        _check_heads(op, query, key, "key")
-        _check_heads(op, query, value, "value")
-        if key.shape[-3] != value.shape[-3]:  # a head of one belongs to several of the other: give every query its own
-            key, value = (t.repeat_interleave(query.shape[-3] // max(t.shape[-3], 1), -3) for t in (key, value))
-        tail = 3
-    batches = [t.shape[:-tail] for t in (query, key, value)]
-    if batches[0] == batches[1] == batches[2]:
-        return query, key, value
-    try:
-        batch = torch.broadcast_shapes(*batches)
-    except RuntimeError:
-        raise ValueError(
-            f"{op}: the leading dimensions must broadcast (with enable_gqa, except the heads), "
-            f"got query {_shape(query)}, key {_shape(key)}, value {_shape(value)}"
-        ) from None
-    query, key, value = (t.expand(*batch, *t.shape[-tail:]) for t in (query, key, value))
-    return query, key, value
-
-
-# ---- autograd -----------------------------------------------------------------------------------------------------
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, diagonal: int, scale: float | None, op: str
-) -> tuple[Tensor, Tensor]:
-    """Any equal number of dimensions >= 2, brought to (batch, heads, length, dim) and back."""
-    if isinstance(scale, Tensor):
-        raise TypeError(f"{op}: scale must be a number or None, got a tensor: scale the query for a gradient of it")
-    if isinstance(scale, str):
-        raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
-    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
-    if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{op}: scale must be a finite float32 number, got {scale}")
-    leading = query.shape[:-2]
-    if len(leading) < 2:
-        query, key, value = (t[(None,) * (2 - len(leading))] for t in (query, key, value))
-    elif len(leading) > 2:
-        query, key, value = (t.flatten(0, -4) for t in (query, key, value))
-    arguments = (query, key, value, causal, diagonal, scale)
-    if backend_for(op, query) == "reference":
-        out, lse = reference.attention(*arguments)
-    else:
-        out, lse = apply(_Attention, _AttentionEager, wants_gradient(query, key, value), *arguments)
-    if len(leading) == 2:
-        return out, lse
-    return out.view(*leading, *out.shape[-2:]), lse.view(*leading, lse.shape[-1])
-
-
-class _Attention(torch.autograd.Function):
-    """query, key, value -> out, lse. Backward is a Function again, so that it can be differentiated."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, diagonal: int, scale: float) -> Any:
-        return kernel("attention_fwd", query)(query, key, value, causal, diagonal, scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        query, key, value, *ctx.options = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, *output)
-        ctx.save_for_forward(query, key, value)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        grads = apply(
-            _AttentionBackward, _AttentionBackwardEager, torch.is_grad_enabled(),
-            grad_out, grad_lse, query, key, value, out, lse, *ctx.options,
-        )  # fmt: skip
-        return *grads, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        return tangents(reference.attention, (*ctx.saved_tensors[:3], *ctx.options), input_tangents)
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """grad_out, grad_lse, query, key, value, ... -> grad_query, grad_key, grad_value."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        diagonal: int,
-        scale: float,
-    ) -> Any:
-        return kernel("attention_bwd", query)(grad_out, grad_lse, query, key, value, out, lse, causal, diagonal, scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        grad_out, grad_lse, query, key, value, _, _, *ctx.options = inputs
-        ctx.save_for_backward(grad_out, grad_lse, query, key, value)
-        ctx.save_for_forward(grad_out, grad_lse, query, key, value)
-
-    @staticmethod
-    def formula(ctx: Any) -> Any:
-        """The gradients as a function of the cotangents and the inputs, through the N x N scores."""
-
-        def grads(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Any:
-            def outputs(query: Tensor, key: Tensor, value: Tensor) -> Any:
-                out, lse = reference.attention(query, key, value, *ctx.options)
-                return out if grad_lse is None else (out, lse)
-
-            cotangents = grad_out if grad_lse is None else (grad_out, grad_lse)
-            return gradients(outputs, (query, key, value), cotangents)
-
-        return grads
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        grads = gradients(_AttentionBackward.formula(ctx), ctx.saved_tensors, cotangents)
-        return *grads, None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        return tangents(_AttentionBackward.formula(ctx), ctx.saved_tensors, input_tangents[:5])
-
-
-_AttentionEager, _AttentionBackwardEager = eager(_Attention), eager(_AttentionBackward)
-
-
-# ---- fake kernels and batching rules ------------------------------------------------------------------------------
-
-
-@torch.library.register_fake("seqkern::attention_fwd")
-def _(query: Tensor, key: Tensor, value: Tensor, causal: bool, diagonal: int, scale: float) -> Any:
-    rows = query.shape[:3]
-    lse = query.new_empty(rows, dtype=torch.promote_types(query.dtype, torch.float32))
-    return query.new_empty((*rows, value.shape[3])), lse
-
-
-@torch.library.register_fake("seqkern::attention_bwd")
-def _(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    diagonal: int,
-    scale: float,
-) -> Any:
-    return query.new_empty(query.shape), query.new_empty(key.shape), query.new_empty(value.shape)
-
-
-@torch.library.register_vmap("seqkern::attention_fwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _fold(torch.ops.seqkern.attention_fwd, info.batch_size, in_dims, args)
-
-
-@torch.library.register_vmap("seqkern::attention_bwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _fold(torch.ops.seqkern.attention_bwd, info.batch_size, in_dims, args)
-
-
-def _fold(op: Any, samples: int, in_dims: Any, args: Any) -> Any:
-    """The samples become part of the batch, which every tensor has as its first dimension."""
-    if samples == 0:
-        return per_sample(op, samples, in_dims, args)
-
-    def fold(argument: Any, dim: int | None) -> Any:
-        if not isinstance(argument, Tensor):
-            return argument
-        moved = argument.expand(samples, *argument.shape) if dim is None else argument.movedim(dim, 0)
-        return moved.flatten(0, 1)
-
-    outputs = op(*(fold(argument, dim) for argument, dim in zip(args, in_dims, strict=True)))
-    return tuple(t.unflatten(0, (samples, t.shape[0] // samples)) for t in outputs), (0,) * len(outputs)
+        return Cost(flops=flops * 5 // 2, bytes=2 * of_queries + of_output + 2 * of_keys + lse + mask_bytes)
+    return Cost(flops=flops, bytes=of_queries + of_keys + lse + mask_bytes)

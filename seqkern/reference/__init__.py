@@ -1,8 +1,23 @@
 """The equations in plain PyTorch, one file an op: the executable specification and, in float64, the tests' oracle."""
 
 from seqkern.reference.attention import attention
+from seqkern.reference.attention_scores import attention_scores
+from seqkern.reference.attention_varlen import attention_varlen
+from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.dropout import dropout, dropout_words, keep_mask
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
 from seqkern.reference.rnn import lstm, lstm_cell
 
-__all__ = ["add_layer_norm", "attention", "dropout", "dropout_words", "keep_mask", "layer_norm", "lstm", "lstm_cell"]
+__all__ = [
+    "add_layer_norm",
+    "attention",
+    "attention_scores",
+    "attention_varlen",
+    "attention_weights",
+    "dropout",
+    "dropout_words",
+    "keep_mask",
+    "layer_norm",
+    "lstm",
+    "lstm_cell",
+]

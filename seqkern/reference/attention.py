@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from seqkern.reference.attention_scores import attention_scores, for_query_heads
+from seqkern.reference.attention_weights import attention_weights
+from seqkern.reference.dropout import keep_mask
 
 
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    causal: bool = False,
-    diagonal: int = 0,
+    attn_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    diagonal: int | Tensor = 0,
+    left: int = -1,
+    right: int = -1,
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(Q K^T * scale) V, and the logarithm of every softmax's denominator.
+    """softmax(z) V, and the logarithm of every softmax's denominator; z is `attention_scores`'.
 
-    Args:
-        query: (B, H, Nq, D).
-        key: (B, Hk, Nk, D), H a multiple of Hk: consecutive query heads share a key head (Ainslie et al. 2023).
-        value: (B, Hk, Nk, Dv).
-        causal: query i sees the keys j <= i + diagonal only; the other scores are -inf.
-        scale: default 1 / sqrt(D).
+    query (B, H, Nq, D); key and value (B, Hk, Nk, D or Dv), H a multiple of Hk: consecutive query heads share a key
+    head (Ainslie et al. 2023). attn_mask broadcasts to (B, H, Nq, Nk), bool or added; key_lengths (B,); alibi_slopes
+    (B, H) or (H,); sinks (H,), see `attention_weights`. With a seed, weights are dropped; `rows` (B, H, Nq) are the
+    rows of the dropout matrix, by default counted.
 
-    Returns:
-        The output (B, H, Nq, Dv) in the query's dtype and the natural log-sum-exp of the scores (B, H, Nq), float32 or
-        wider. A query that sees no key has output 0 and log-sum-exp -inf.
-
-    Source: Vaswani et al., "Attention Is All You Need", 2017, equation 1. Computed in float32 or wider.
+    Returns the output (B, H, Nq, Dv) in the query's dtype and the log-sum-exp (B, H, Nq), float32 or wider. A query
+    that sees nothing has output 0 and log-sum-exp -inf.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = query.to(wide), key.to(wide), value.to(wide)
-    group = query.shape[1] // key.shape[1] if key.shape[1] else 1
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if scale is None:
-        scale = 1 / math.sqrt(max(query.shape[-1], 1))
-
-    scores = q @ k.transpose(-1, -2) * scale
-    if causal:
-        i = torch.arange(scores.shape[-2], device=scores.device)[:, None]
-        j = torch.arange(scores.shape[-1], device=scores.device)[None, :]
-        scores = scores.masked_fill(j > i + diagonal, -math.inf)
-    # The softmax does not depend on what is subtracted from a row: the row's maximum, so that exp cannot overflow.
-    largest = scores.new_full((*scores.shape[:-1], 1), -math.inf)
-    if scores.shape[-1]:
-        largest = scores.detach().amax(-1, keepdim=True)
-    shift = largest.masked_fill(largest == -math.inf, 0)
-    exponentials = torch.exp(scores - shift)
-    denominator = exponentials.sum(-1, keepdim=True)
-    unseen = denominator == 0
-    denominator = denominator.masked_fill(unseen, 1)
-    lse = (shift + denominator.log()).masked_fill(unseen, -math.inf).squeeze(-1)
-    return (exponentials / denominator @ v).to(query.dtype), lse
+    z = attention_scores(query, key, attn_mask, key_lengths, alibi_slopes, diagonal, left, right, scale, softcap)
+    weights, lse = attention_weights(z, sinks)
+    if seed is not None:
+        kept = keep_mask(seed, dropout_p, lse.numel() if rows is None else rows.flatten(), z.shape[-1]).view(z.shape)
+        weights = torch.where(kept, weights / (1 - dropout_p) if dropout_p < 1 else weights, 0)
+    return (weights @ for_query_heads(value, query.shape[1], key_lengths)).to(query.dtype), lse

@@ -26,12 +26,15 @@ def dropout_words(counter: list[Tensor], key: list[Tensor], rounds: int = ROUNDS
     return counter
 
 
-def keep_mask(seed: Tensor, dropout_p: float, rows: int, columns: int) -> Tensor:
-    """Which elements of a (rows, columns) matrix are kept: word column % 4 of counter (column / 4, row) >= p 2^32."""
+def keep_mask(seed: Tensor, dropout_p: float, rows: int | Tensor, columns: int) -> Tensor:
+    """Which elements of a (rows, columns) matrix are kept: word column % 4 of counter (column / 4, row) >= p 2^32.
+
+    Instead of their number, the rows themselves.
+    """
     seed = seed.reshape(())
-    row = torch.arange(rows, device=seed.device)[:, None]
+    row = (torch.arange(rows, device=seed.device) if isinstance(rows, int) else rows)[:, None]
     block = torch.arange((columns + 3) // 4, device=seed.device)[None, :]
-    counter = [block.expand(rows, -1), (row & _WORD).expand(-1, block.shape[1]), row >> 32, torch.zeros_like(row)]
+    counter = [block.expand(len(row), -1), (row & _WORD).expand(-1, block.shape[1]), row >> 32, torch.zeros_like(row)]
     words = torch.stack(dropout_words(counter, [seed & _WORD, seed >> 32 & _WORD]), -1)
     return words.flatten(1)[:, :columns] >= min(int(dropout_p * 2**32), 2**32 - 1)
 

@@ -1,0 +1,381 @@
+// Attention for bfloat16 on matrix tiles (AMX): the equations, the partition of the work and the transposed scores are
+// those of attention_cpu.cpp; what is done to the scores between the products too (attention_scores.h).
+//
+// Scores are 16 keys by 16 queries a tile. K and V are left operands as they lie, Q and dO are packed once for a block
+// of queries; P and dS leave the softmax as rows of keys, which is the left operand that dV = P^T dO and dK = dS^T Q
+// want, and dS as pairs of keys, which is the right operand of dQ^T = K^T dS. Nothing is transposed between the products.
+// All sums are in float32; only P and dS are rounded to bfloat16.
+//
+// Where no option touches the scores, exp2, the gradient and the rounding to both layouts are one pass over the tile.
+#include "attention_amx.h"
+#include "attention_backward.h"
+#include "attention_few.h"
+#include "attention_forward.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+static_assert(kBlockK % 32 == 0 && kBlockQ % 32 == 0 && kStrip == 16 && W<float> == 16, "tiles of 16, pairs of 32");
+
+// ---- packed keys and values ----------------------------------------------------------------------------------------
+
+// Of one key head: K as rows, V as rows, K transposed.
+struct PackedKeys {
+  int64_t key_depth, value_depth, key_columns;  // tiles of 32, 32 and 16 columns
+  BFloat16 *key, *value, *key_t;
+  int64_t bytes;
+  SK_INLINE PackedKeys(const AttentionShape& s, int64_t keys, const void* memory)
+      : key_depth(tiles(s.head_dim, 32)), value_depth(tiles(s.value_dim, 32)), key_columns(tiles(s.head_dim, 16)) {
+    const int64_t rows = tiles(keys, 32) * 2;
+    key = static_cast<BFloat16*>(const_cast<void*>(memory));
+    value = key + rows * key_depth * kTileElements;
+    key_t = value + rows * value_depth * kTileElements;
+    bytes = (rows * (key_depth + value_depth) + rows / 2 * key_columns) * kTileBytes;
+  }
+  SK_INLINE Tiles key_rows(int64_t k0) const {
+    return {key + k0 / 16 * key_depth * kTileElements, key_depth * kTileBytes, kTileBytes};
+  }
+  SK_INLINE Tiles value_rows(int64_t k0) const {
+    return {value + k0 / 16 * value_depth * kTileElements, value_depth * kTileBytes, kTileBytes};
+  }
+  SK_INLINE Tiles key_transposed(int64_t k0) const {
+    return {key_t + k0 / 32 * key_columns * kTileElements, kTileBytes, key_columns * kTileBytes};
+  }
+};
+
+int64_t pack_bytes(const AttentionShape& s, int64_t keys, bool backward) {
+  return backward ? PackedKeys(s, keys, nullptr).bytes : 0;
+}
+
+void pack(const AttentionShape& s, int64_t keys, bool, Rows key, Rows value, int64_t key_block, void* packed) {
+  const PackedKeys to(s, keys, packed);
+  const int64_t k0 = key_block * kBlockK, count = min(kBlockK, keys - k0);
+  const auto tile = [](const Tiles& t) { return static_cast<BFloat16*>(const_cast<void*>(t.data)); };
+  // Tiles come in pairs of 16 rows: what has no key is zero.
+  const int64_t missing = (count + 31) / 32 * 2 - tiles(count, 16);
+  pack_rows(key, k0, count, s.head_dim, tile(to.key_rows(k0)));
+  pack_rows(value, k0, count, s.value_dim, tile(to.value_rows(k0)));
+  if (missing > 0) {
+    __builtin_memset(tile(to.key_rows(k0 + (count + 15) / 16 * 16)), 0, to.key_depth * kTileBytes);
+    __builtin_memset(tile(to.value_rows(k0 + (count + 15) / 16 * 16)), 0, to.value_depth * kTileBytes);
+  }
+  pack_transposed(key, k0, count, s.head_dim, tile(to.key_transposed(k0)));
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+struct TileScratch {
+  static constexpr int64_t kQueryTiles = kBlockQ / 16, kQuerySteps = kBlockQ / 32, kKeySteps = kBlockK / 32;
+  int64_t key_depth, value_depth, key_columns, value_columns;
+  // Packed for the block of queries: Q and dO by columns and by pairs.
+  BFloat16 *query, *grad_out, *query_pairs, *grad_out_pairs;
+  BFloat16 *p, *ds, *ds_pairs;  // of a tile: (keys, queries) and pairs of keys
+  float *scores, *grad_scores, *grad_query_t, *lse, *delta, *grad_lse, *distance, *derivative, *kept;
+  Lanes<float>* lanes;
+  int64_t elements;
+
+  SK_INLINE TileScratch(const AttentionShape& s, void* memory)
+      : key_depth(tiles(s.head_dim, 32)),
+        value_depth(tiles(s.value_dim, 32)),
+        key_columns(tiles(s.head_dim, 16)),
+        value_columns(tiles(s.value_dim, 16)) {
+    Arena<float> arena{static_cast<float*>(memory)};
+    const auto take_tiles = [&](int64_t count) {
+      return reinterpret_cast<BFloat16*>(arena.take(count * (kTileBytes / 4)));
+    };
+    query = take_tiles(kQueryTiles * key_depth);
+    grad_out = take_tiles(kQueryTiles * value_depth);
+    query_pairs = take_tiles(kQuerySteps * key_columns);
+    grad_out_pairs = take_tiles(kQuerySteps * value_columns);
+    p = take_tiles(kBlockK * kBlockQ / kTileElements);
+    ds = take_tiles(kBlockK * kBlockQ / kTileElements);
+    ds_pairs = take_tiles(kKeySteps * kQueryTiles);
+    scores = arena.take(kBlockK * kLaneStride);
+    grad_scores = arena.take(kBlockK * kLaneStride);
+    grad_query_t = arena.take(key_columns * 16 * kLaneStride);
+    lse = arena.take(kBlockQ);
+    delta = arena.take(kBlockQ);
+    grad_lse = arena.take(kBlockQ);
+    distance = arena.take(kBlockQ);
+    derivative = arena.take(s.softcap != 0 ? kBlockK * kLaneStride : 0);
+    kept = arena.take(s.dropout.active ? kBlockK * kLaneStride : 0);
+    lanes = reinterpret_cast<Lanes<float>*>(arena.take(kLanesElements<float>));
+    elements = arena.used;
+  }
+  // P and dS as left tiles, from one row of keys on.
+  SK_INLINE Tiles rows(const BFloat16* matrix, int64_t key) const {
+    return {matrix + key * kBlockQ, 16 * kBlockQ * 2, 64, kBlockQ * 2};
+  }
+};
+
+int64_t backward_scratch(const AttentionShape& s) { return TileScratch(s, nullptr).elements * 4; }
+
+// delta[q] = sum_c dO[q, c] O[q, c], the diagonal of the product O dO^T: summed as dP = V dO^T is, so that dP - delta
+// cancels exactly where one key has all the weight.
+void row_products(const AttentionBackward& p, int64_t q0, int64_t queries, const TileScratch& t) {
+  BFloat16* out_rows = t.p;  // free until the first tile of scores
+  float* product = t.scores;
+  for (int64_t q = 0; q < queries; q += 16) {
+    pack_rows(p.out, q0 + q, min(16, queries - q), p.shape.value_dim, out_rows);
+    multiply(1, 1, t.value_depth, {out_rows, 0, kTileBytes},
+             {t.grad_out + q / 16 * t.value_depth * kTileElements, 0, kTileBytes}, product, 16, false);
+    for (int64_t i = 0; i < 16; ++i) t.delta[q + i] = product[i * 17];
+  }
+}
+
+void backward_begin(const AttentionBackward& p, int64_t query_block, void* memory) {
+  const AttentionShape& s = p.shape;
+  const TileScratch t(s, memory);
+  const int64_t q0 = query_block * kBlockQ, queries = min(kBlockQ, p.sequence.queries - q0);
+  const TileConfiguration configuration;
+  pack_columns(p.query, q0, queries, s.head_dim, t.query);
+  pack_columns(p.grad_out, q0, queries, s.value_dim, t.grad_out);
+  pack_pairs(p.query, q0, queries, s.head_dim, t.query_pairs);
+  pack_pairs(p.grad_out, q0, queries, s.value_dim, t.grad_out_pairs);
+  fill_lanes(s, p.sequence, p.bias, 0, q0, queries, 0, t.lanes);
+  row_products(p, q0, queries, t);
+  for (int64_t q = 0; q < kBlockQ; ++q) {
+    // Padding and queries that see no key: exp(score - inf) = 0.
+    const float lse = q < queries ? static_cast<const float*>(p.lse)[q0 + q] : -kInfinity<float>;
+    const bool sees = lse != -kInfinity<float>;
+    t.lse[q] = sees ? lse : kInfinity<float>;
+    t.delta[q] = sees ? t.delta[q] : 0.0f;
+    t.grad_lse[q] = p.grad_lse && sees ? static_cast<const float*>(p.grad_lse)[q0 + q] : 0.0f;
+    t.distance[q] = 0;
+  }
+  // What no pass over the scores writes is multiplied by the zeros of the padding, and must not be NaN.
+  __builtin_memset(t.p, 0, kBlockK * kBlockQ * 2);
+  __builtin_memset(t.ds, 0, kBlockK * kBlockQ * 2);
+  __builtin_memset(t.grad_query_t, 0, t.key_columns * 16 * kLaneStride * 4);
+}
+
+// scores = K Q^T, unscaled, and grad_scores = V dO^T, of the visible parts.
+void score_products(const AttentionBackward& p, const Geometry& g, const TileScratch& t) {
+  const PackedKeys packed(p.shape, p.sequence.keys, p.packed);
+  for_key_strips(g, [&](const Part& part) {
+    const int64_t at = part.begin * kLaneStride + part.first, first = part.first / 16;
+    const int64_t rows = tiles(part.end - part.begin, 16), columns = (part.last - part.first) / 16;
+    multiply(rows, columns, t.key_depth, packed.key_rows(g.k0 + part.begin),
+             Tiles{t.query, t.key_depth * kTileBytes, kTileBytes}.at(first, 0), t.scores + at, kLaneStride, false);
+    multiply(rows, columns, t.value_depth, packed.value_rows(g.k0 + part.begin),
+             Tiles{t.grad_out, t.value_depth * kTileBytes, kTileBytes}.at(first, 0), t.grad_scores + at, kLaneStride,
+             false);
+  });
+}
+
+// scores = P, grad_scores = dz, both 0 where hidden; with dropout P is what `out` was made of.
+void bias_gradients(const AttentionShape& s, const Geometry& g, const Part& part, const TileScratch& t) {
+  for (int64_t k = part.begin; k < part.end; ++k)
+    for (int64_t q = part.first; q < part.last; q += W<float>) {
+      float* at = t.scores + k * kLaneStride + q;
+      store(at, load(at) * static_cast<float>(s.scale));
+    }
+  if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, t.scores, kLaneStride, t.derivative);
+  if (s.dropout.active) {
+    drop_factors(s.dropout, *t.lanes, g.k0, part, t.kept, kLaneStride);
+    multiply(part, t.kept, t.grad_scores, kLaneStride);
+  }
+  for_lanes<float>(part.first, part.last, [&](auto vectors, int64_t q) {
+    const int64_t at = part.begin * kLaneStride + q;
+    score_gradients<float, vectors.count>(t.scores + at, t.grad_scores + at, kLaneStride, part.end - part.begin,
+                                          t.lse + q, t.delta + q, t.grad_lse + q);
+  });
+  if (s.dropout.active) multiply(part, t.kept, t.scores, kLaneStride);
+  hide(g, part, 0.0f, t.scores);
+  hide(g, part, 0.0f, t.grad_scores);
+}
+
+// P and dS of a part to bfloat16, two keys and 16 queries at a time: body(at, P, dS) gives them.
+template <class Body>
+SK_INLINE void round_part(const Part& part, const TileScratch& t, const Body& body) {
+  const __m512i interleave = bit_cast<__m512i>(constant_lanes<short __attribute__((vector_size(64))), 32>(
+      [](int i) { return i / 2 + (i % 2) * 16; }));
+  const auto halves = [](BFloat16* to, __m512bh pair) {
+    const __m512i v = bit_cast<__m512i>(pair);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(v));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to + kBlockQ), _mm512_extracti64x4_epi64(v, 1));
+  };
+  for (int64_t q = part.first; q < part.last; q += 16) {
+    for (int64_t k = part.begin; k < part.end; k += 2) {
+      __m512 p[2] = {}, ds[2] = {};
+      body(k, q, p[0], ds[0]);
+      if (k + 1 < part.end) body(k + 1, q, p[1], ds[1]);
+      halves(t.p + k * kBlockQ + q, _mm512_cvtne2ps_pbh(p[1], p[0]));
+      const __m512bh pair = _mm512_cvtne2ps_pbh(ds[1], ds[0]);
+      halves(t.ds + k * kBlockQ + q, pair);
+      _mm512_store_si512(t.ds_pairs + (k / 32 * TileScratch::kQueryTiles + q / 16) * kTileElements + k % 32 / 2 * 32,
+                         _mm512_permutexvar_epi16(interleave, bit_cast<__m512i>(pair)));
+    }
+  }
+}
+
+bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t key_block, void* memory) {
+  const AttentionShape& s = p.shape;
+  const TileScratch t(s, memory);
+  const Geometry g = geometry<float>(p.sequence, query_block, key_block);
+  if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return false;
+  const TileConfiguration configuration;
+  score_products(p, g, t);
+  if (g.crossed || g.keys % 32 != 0) __builtin_memset(t.ds_pairs, 0, kBlockK * kBlockQ * 2);
+  if (g.crossed) {
+    __builtin_memset(t.p, 0, kBlockK * kBlockQ * 2);
+    __builtin_memset(t.ds, 0, kBlockK * kBlockQ * 2);
+  }
+  const bool plain = !modified(s) && !s.dropout.active;
+  constexpr float kLog2e = 1.44269504088896f;
+  const __m512 factor = _mm512_set1_ps(static_cast<float>(s.scale) * kLog2e);
+  for_key_strips(g, [&](const Part& part) {
+    if (plain) {
+      hide(g, part, -kInfinity<float>, t.scores);
+      hide(g, part, 0.0f, t.grad_scores);
+      const bool negative = s.scale < 0, zero = s.scale == 0;
+      if (negative || zero) {  // -inf times the factor would not be -inf
+        bias_gradients(s, g, part, t);
+      } else {
+        round_part(part, t, [&](int64_t k, int64_t q, __m512& probability, __m512& ds) {
+          const int64_t at = k * kLaneStride + q;
+          const __m512 lse = _mm512_mul_ps(_mm512_load_ps(t.lse + q), _mm512_set1_ps(kLog2e));
+          const __m512 delta = _mm512_sub_ps(_mm512_load_ps(t.delta + q), _mm512_load_ps(t.grad_lse + q));
+          probability = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(t.scores + at), factor, lse));
+          ds = _mm512_mul_ps(probability, _mm512_sub_ps(_mm512_load_ps(t.grad_scores + at), delta));
+        });
+        return;
+      }
+    } else {
+      bias_gradients(s, g, part, t);
+    }
+    if (p.distance) add_distances(*t.lanes, g.k0, part, t.grad_scores, kLaneStride, t.distance);
+    if (p.grad_mask.data) {
+      char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
+      write_to_mask(s.mask, part, g.queries, t.grad_scores, kLaneStride, corner, p.grad_mask.stride);
+    }
+    if (s.softcap != 0) multiply(part, t.derivative, t.grad_scores, kLaneStride);
+    round_part(part, t, [&](int64_t k, int64_t q, __m512& probability, __m512& ds) {
+      probability = _mm512_load_ps(t.scores + k * kLaneStride + q);
+      ds = _mm512_load_ps(t.grad_scores + k * kLaneStride + q);
+    });
+  });
+  // dQ^T[d, q] += sum_k K[k, d] dS[k, q]
+  const PackedKeys packed(s, p.sequence.keys, p.packed);
+  const Tiles key_t = packed.key_transposed(g.k0);
+  const Tiles pairs{t.ds_pairs, kTileBytes, TileScratch::kQueryTiles * kTileBytes};
+  if (!g.crossed) {
+    multiply(t.key_columns, g.lanes / 16, tiles(g.keys, 32), key_t, pairs, t.grad_query_t, kLaneStride, true);
+    return true;
+  }
+  for_query_strips(g, [&](int64_t begin, int64_t, int64_t first, int64_t last) {
+    const int64_t step = first / 32;
+    if (first < last)
+      multiply(t.key_columns, 1, tiles(last, 32) - step, key_t.at(0, step), pairs.at(begin / 16, step),
+               t.grad_query_t + begin, kLaneStride, true);
+  });
+  return true;
+}
+
+void backward_keys(const AttentionBackward& p, int64_t query_block, int64_t key_block, bool visible, bool first,
+                   bool last, void* memory) {
+  const AttentionShape& s = p.shape;
+  const TileScratch t(s, memory);
+  const Geometry g = geometry<float>(p.sequence, query_block, key_block);
+  const int64_t keys = min(kBlockK, p.sequence.keys - g.k0);
+  float *key_sum = at<float>(p.key_sum, g.k0), *value_sum = at<float>(p.value_sum, g.k0);
+  const int64_t key_stride = p.key_sum.stride, value_stride = p.value_sum.stride;
+  bool accumulate = !first;
+  if (first && (g.crossed || !visible)) {  // some of its rows are not written below
+    for (int64_t k = 0; k < keys; ++k) {
+      __builtin_memset(key_sum + k * key_stride, 0, t.key_columns * 64);
+      __builtin_memset(value_sum + k * value_stride, 0, t.value_columns * 64);
+    }
+    accumulate = true;
+  }
+  // dV[k, c] += sum_q P[k, q] dO[q, c],  dK[k, d] += sum_q dS[k, q] Q[q, d]
+  if (visible) {
+    const TileConfiguration configuration;
+    const Tiles grad_out{t.grad_out_pairs, kTileBytes, t.value_columns * kTileBytes};
+    const Tiles query{t.query_pairs, kTileBytes, t.key_columns * kTileBytes};
+    for_key_strips(g, [&](const Part& part) {
+      const int64_t step = part.first / 32, steps = tiles(part.last, 32) - step, rows = part.end - part.begin;
+      multiply_rows(rows, t.value_columns, steps, t.rows(t.p, part.begin).at(0, step), grad_out.at(0, step),
+                    value_sum + part.begin * value_stride, value_stride, accumulate);
+      multiply_rows(rows, t.key_columns, steps, t.rows(t.ds, part.begin).at(0, step), query.at(0, step),
+                    key_sum + part.begin * key_stride, key_stride, accumulate);
+    });
+  }
+  if (last) {
+    write_rows(key_sum, key_stride, keys, s.head_dim, static_cast<float>(s.scale), at<BFloat16>(p.grad_key, g.k0),
+               p.grad_key.stride);
+    write_rows(value_sum, value_stride, keys, s.value_dim, 1.0f, at<BFloat16>(p.grad_value, g.k0), p.grad_value.stride);
+  }
+}
+
+void backward_end(const AttentionBackward& p, int64_t query_block, void* memory) {
+  const AttentionShape& s = p.shape;
+  const TileScratch t(s, memory);
+  const int64_t q0 = query_block * kBlockQ, queries = min(kBlockQ, p.sequence.queries - q0);
+  for (int64_t q = 0; q < queries; q += 16) {
+    for (int64_t d = 0; d < s.head_dim; d += 16) {
+      Vec<float> v[16];
+      for (int64_t i = 0; i < 16; ++i)
+        v[i] = load(t.grad_query_t + (d + i) * kLaneStride + q) * static_cast<float>(s.scale);
+      transpose_square<float>(v);
+      for (int64_t i = 0; i < min(16, queries - q); ++i)
+        store_upto(at<BFloat16>(p.grad_query, q0 + q + i) + d, v[i], s.head_dim - d);
+    }
+  }
+  for (int64_t q = 0; p.distance && q < queries; ++q) static_cast<float*>(p.distance)[q0 + q] = t.distance[q];
+}
+
+void mask_sum(const AttentionBackward& p, int64_t query_block, int64_t key_block, void* sum, int64_t stride,
+              void* memory) {
+  const AttentionShape& s = p.shape;
+  const TileScratch t(s, memory);
+  const Geometry g = geometry<float>(p.sequence, query_block, key_block);
+  if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return;
+  const TileConfiguration configuration;
+  score_products(p, g, t);
+  for_key_strips(g, [&](const Part& part) {
+    bias_gradients(s, g, part, t);
+    add_to_mask(part, g.queries, t.grad_scores, kLaneStride, static_cast<float*>(sum), stride);
+  });
+}
+
+void mask_write(const AttentionShape& s, const void* sum, int64_t stride, int64_t rows, int64_t columns,
+                MutableRows grad_mask) {
+  write_mask(s, static_cast<const float*>(sum), stride, rows, columns, grad_mask);
+}
+
+// ---- entry points --------------------------------------------------------------------------------------------------
+
+int64_t padded(Dtype, int64_t dim) { return round_up<float>(dim); }
+
+template <template <class> class Memory>
+int64_t bytes_of(const AttentionShape& s) {
+  return Memory<float>(s, nullptr).elements * 4;
+}
+
+}  // namespace
+
+const AttentionKernels attention_kernels = {kBlockQ,
+                                            kBlockK,
+                                            padded,
+                                            pack_bytes,
+                                            pack,
+                                            bytes_of<ForwardScratch>,
+                                            backward_scratch,
+                                            forward_block<BFloat16>,
+                                            kFewRows,
+                                            kFewKeys,
+                                            bytes_of<FewScratch>,
+                                            bytes_of<FewPartial>,
+                                            few_chunk<BFloat16>,
+                                            few_combine_rows<BFloat16>,
+                                            backward_begin,
+                                            backward_scores,
+                                            backward_keys,
+                                            backward_end,
+                                            mask_sum,
+                                            mask_write};
+
+}  // namespace SK_TIER
+}  // namespace seqkern
