@@ -69,6 +69,15 @@ def zero_gaps(pointer, stride, starts_ptr, S, N, columns, value, program, progra
 
 
 @triton.jit
+def result_rows(pointer, starts_ptr, head, h, H, N, columns):
+    """Where the rows of a head begin in a result, and the stride between them: (B, H, N, columns), packed (N, H, columns)."""
+    if starts_ptr is None:
+        return pointer + head * N * columns, columns
+    else:
+        return pointer + h * columns, H * columns
+
+
+@triton.jit
 def band(diagonal, low, high, lower_right, nq, nk):
     """The diagonal of a sequence, and the limits of what query i sees: i + low <= j <= i + high."""
     shift = lower_right * (nk - nq)

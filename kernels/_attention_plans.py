@@ -11,8 +11,7 @@ from ._common import TRITON_DTYPE, Launch, accumulator, dropout_scalars, unit_la
 # Integers that must not be compiled in: nothing is compiled again when only lengths change.
 SIZES = [
     "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries", "max_keys",
-    "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides", "o_strides",
-    "gq_strides", "gk_strides", "gv_strides", "queries", "chunks",
+    "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides", "o_strides", "queries", "chunks",
 ]  # fmt: skip
 _FAR = 2**30  # a limit this far from the diagonal hides nothing, and sums of it with positions fit 32 bits
 
@@ -72,7 +71,7 @@ def prepare(
 
     low = None if left < 0 else within(diagonal - left)
     high = None if right < 0 else within(diagonal + right)
-    mask = None if attn_mask is None else _mask(attn_mask)
+    mask = None if attn_mask is None else _mask(attn_mask, query.dtype)
     problem = Problem(
         unit_last(query), unit_last(key), unit_last(value), mask, query_starts, key_starts, key_lengths, slopes, seed,
         max_queries, max_keys, within(diagonal), low, high, lower_right, float(scale), float(softcap), dropout_p, limit,
@@ -84,8 +83,12 @@ def prepare(
     return problem._replace(query=problem.query * sign, scale=-float(scale) or 1.0), sign
 
 
-def _mask(mask):
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+def _mask(mask, dtype):
+    if mask.dtype == torch.bool and dtype == torch.float64:
+        # Triton lays the operands of a product out by the smallest element loaded for them, and fp64 has no such layout.
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    elif mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
     mask = mask if mask.stride(-1) == 0 else unit_last(mask)
     return mask if mask.stride(-2) < 2**24 else mask.contiguous()  # offsets within a tile fit 32 bits
 
@@ -160,16 +163,20 @@ _DECODE_TILES = {
 
 # Where halving is not the right answer to the options of a level.
 _EXCEPTIONS = {
+    ("wgmma", "grad_query", 2, 2): (32, 16, 8, 1),
+    ("wgmma", "grad_key_value", 1, 2): (16, 64, 8, 2),
+    ("mma", "grad_query", 2, 2): (32, 16, 8, 1),
     ("mma", "grad_key_value", 0, 2): (16, 64, 8, 1),
     ("mma", "grad_key_value", 1, 2): (16, 64, 8, 1),
+    ("float32", "grad_key_value", 1, 1): (32, 32, 8, 1),
+    ("float64", "grad_query", 1, 1): (16, 16, 4, 1),
 }
 
 
-def _level(problem):
-    """How much the options keep in registers beside the scores: 0 little, 1 about a tile, 2 more."""
+def _pieces(problem):
+    """How much the options keep in registers beside the scores, in halves of a tile."""
     pieces = 2 * (problem.mask is not None) + 2 * (problem.dropout_p > 0)
-    pieces += (problem.softcap > 0) + (problem.slopes is not None)
-    return min(2, max(0, pieces - 1))
+    return pieces + (problem.softcap > 0) + (problem.slopes is not None)
 
 
 def _tile(kernel, problem, head_dim, aligned):
@@ -182,10 +189,10 @@ def _tile(kernel, problem, head_dim, aligned):
     else:
         kind = "unaligned" if not aligned else "wgmma" if problem.limit >= 227 * 1024 else "mma"
     if kernel == "grad_mask":  # reads its tiles in slices, whatever the head dimension
-        return (32, 32, 4, 1) if size == 8 else (64, 64, 8, 1)
+        return (32, 32, 4, 1) if size == 8 else (64, 64, 8, 1) if kind in ("wgmma", "mma") else (64, 32, 4, 1)
     if kernel == "decode":
         return _DECODE_TILES[kind][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
-    column, level = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2, _level(problem)
+    column, level = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2, min(2, max(0, _pieces(problem) - 1))
     if (kind, kernel, column, level) in _EXCEPTIONS:
         return _EXCEPTIONS[kind, kernel, column, level]
     block_q, block_k, warps, stages = _TILES[kind][kernel][column]
@@ -245,4 +252,7 @@ def plan(kernel, pointers, strided, problem, *more):
         problem.diagonal, problem.low, problem.high, int(problem.lower_right), problem.sequences,
         h, hk, nq, nk, d, dv, problem.max_queries, problem.max_keys,
     )  # fmt: skip
-    return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages)
+    # Beside its options a kernel spills a little where ptxas would rather fit two programs: not asked for.
+    plain = problem.low is None and problem.query_starts is None and problem.key_lengths is None and not _pieces(problem)
+    registers = None if plain else 255
+    return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages, registers)

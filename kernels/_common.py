@@ -32,6 +32,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # its constexpr parameters
     num_warps: int = 4
     num_stages: int = 1
+    registers: int | None = None  # how many a thread may use; None leaves it to ptxas, which may spill to fit more programs
 
 
 def run(plan: Iterable[Launch], device: torch.device) -> None:
@@ -42,6 +43,8 @@ def run(plan: Iterable[Launch], device: torch.device) -> None:
     for step in plan:
         if 0 not in step.grid:
             options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
+            if step.registers is not None and torch.version.hip is None:
+                options["maxnreg"] = step.registers
             step.kernel[step.grid](*step.arguments, **step.constants, **options)
 
 

@@ -52,6 +52,7 @@ from ._attention_blocks import (
     packed_rows,
     power,
     query_range,
+    result_rows,
     rows_to_units,
     score_factor,
     sequence,
@@ -81,7 +82,7 @@ from ._common import (
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    query_ptr, key_ptr, value_ptr, sinks_ptr, out_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides,
+    query_ptr, key_ptr, value_ptr, sinks_ptr, out_ptr, lse_ptr, q_strides, k_strides, v_strides,
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
@@ -145,8 +146,8 @@ def _forward_kernel(
         out *= keep_scale
     if query_starts_ptr is not None:
         query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
-    out_ptr, o_stride = head_rows(out_ptr, o_strides, b, h, 0, ALIGNED)
-    lse_ptr += (b * H + h) * Nq
+    out_ptr, o_stride = result_rows(out_ptr, query_starts_ptr, head, h, H, Nq, DV)
+    lse_ptr += (b * H + h) * Nq if query_starts_ptr is not None else head * Nq
     first_row = query_start + query0
     store_tile(out_ptr + first_row * o_stride, out, nq - query0, DV, o_stride)
     lse = row_max + tl.log2(row_sum) * LN2 if UNITS == NATURAL else (row_max + tl.log2(row_sum)) * LN2
@@ -208,7 +209,7 @@ def _grad_query_blocks(
 @triton.jit(do_not_specialize=SIZES)
 def _grad_query_kernel(
     grad_out_ptr, grad_lse_ptr, query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, delta_ptr, grad_query_ptr,
-    grad_distance_ptr, grad_mask_ptr, g_strides, q_strides, k_strides, v_strides, o_strides, gq_strides,
+    grad_distance_ptr, grad_mask_ptr, g_strides, q_strides, k_strides, v_strides, o_strides,
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
@@ -281,7 +282,7 @@ def _grad_query_kernel(
     )
     if query_starts_ptr is not None:
         query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
-    grad_query_ptr, gq_stride = head_rows(grad_query_ptr, gq_strides, b, h, 0, ALIGNED)
+    grad_query_ptr, gq_stride = result_rows(grad_query_ptr, query_starts_ptr, head, h, H, Nq, D)
     first_row = query_start + query0
     store_tile(grad_query_ptr + first_row * gq_stride, grad_query * scale, nq - query0, D, gq_stride)
     program = s * blocks + query0 // BLOCK_Q
@@ -354,7 +355,7 @@ def _grad_key_value_blocks(
 @triton.jit(do_not_specialize=SIZES)
 def _grad_key_value_kernel(
     grad_out_ptr, query_ptr, key_ptr, value_ptr, lse_ptr, delta_ptr, grad_key_ptr, grad_value_ptr,
-    g_strides, q_strides, k_strides, v_strides, gk_strides, gv_strides,
+    g_strides, q_strides, k_strides, v_strides,
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
@@ -413,8 +414,8 @@ def _grad_key_value_kernel(
         grad_value = tl.where(counts, grad_value, 0.0)
     if key_starts_ptr is not None:
         key_start, rows = packed_rows(s, key_starts_ptr, Nk, max_keys)
-    grad_key_ptr, gk_stride = head_rows(grad_key_ptr, gk_strides, b, hk, 0, ALIGNED)
-    grad_value_ptr, gv_stride = head_rows(grad_value_ptr, gv_strides, b, hk, 0, ALIGNED)
+    grad_key_ptr, gk_stride = result_rows(grad_key_ptr, key_starts_ptr, key_head, hk, Hk, Nk, D)
+    grad_value_ptr, gv_stride = result_rows(grad_value_ptr, key_starts_ptr, key_head, hk, Hk, Nk, DV)
     at = key_start + key0
     store_tile(grad_key_ptr + at * gk_stride, grad_key, rows - key0, D, gk_stride)
     store_tile(grad_value_ptr + at * gv_stride, grad_value, rows - key0, DV, gv_stride)
@@ -509,7 +510,7 @@ def _plan_forward(problem, sinks):
     if decodes(problem):
         return (out, lse), plan_decode(problem, sinks, out, lse)
     pointers = (query, key, value, sinks, out, lse)
-    return (out, lse), [plan(_forward_kernel, pointers, (query, key, value, out), problem)]
+    return (out, lse), [plan(_forward_kernel, pointers, (query, key, value), problem)]
 
 
 def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
@@ -526,10 +527,10 @@ def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
         grad_distance = statistics(problem, lse.shape, 0.0)
     pointers = (grad_out, grad_lse, query, key, value, out, lse, delta, grads[0], grad_distance)
     pointers += (grad_mask if alone else None,)
-    strided = (grad_out, query, key, value, out, grads[0])
+    strided = (grad_out, query, key, value, out)
     launches = [plan(_grad_query_kernel, pointers, strided, problem)]
     pointers = (grad_out, query, key, value, lse, delta, grads[1], grads[2])
-    strided = (grad_out, query, key, value, grads[1], grads[2])
+    strided = (grad_out, query, key, value)
     launches.append(plan(_grad_key_value_kernel, pointers, strided, problem))
     if mask is not None and not alone:
         pointers = (grad_out, query, key, value, lse, delta, grad_mask)
