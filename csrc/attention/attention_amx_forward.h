@@ -313,12 +313,10 @@ class AmxForward {
 
   void start() {
     // A sink is a key with this score and the value 0.
-    const float sink = p_.sinks ? *static_cast<const float*>(p_.sinks) * kLog2e : -kInfinity<float>;
-    const float shift = sink == -kInfinity<float> ? kNoShift : -(__builtin_ceilf(sink) + kHeadroom);
-    const float weight = sink == -kInfinity<float> ? 0.0f : __builtin_exp2f(sink + shift);
+    const Sink sink = first_sink();
     for (int64_t q = 0; q < kBlockQ; ++q) {
-      t_.shift[q] = shift;
-      t_.sum[q] = t_.rounded_sum[q] = weight;
+      t_.shift[q] = sink.shift;
+      t_.sum[q] = t_.rounded_sum[q] = sink.weight;
     }
     __builtin_memset(t_.out, 0, static_cast<size_t>(groups_ * 4 * nv_ * kSums) * sizeof(float));
     seen_end_ = 0;
@@ -610,12 +608,27 @@ class AmxForward {
     return _mm512_test_epi32_mask(_mm512_or_si512(h[0].any, h[1].any), _mm512_set1_epi32(0x40000000)) != 0;
   }
 
+  // What a sink starts M and the sums with.
+  struct Sink {
+    float score, shift, weight;
+  };
+  Sink first_sink() const {
+    const float score = p_.sinks ? *static_cast<const float*>(p_.sinks) : -kInfinity<float>;
+    if (score == -kInfinity<float>) return {score, kNoShift, 0};
+    const float log2 = score * kLog2e, shift = -(__builtin_ceilf(log2) + kHeadroom);
+    return {score, shift, __builtin_exp2f(log2 + shift)};
+  }
+
   void finish() const {
+    const Sink sink = first_sink();
     float* lse = static_cast<float*>(p_.lse) + q0_;
-    for (int64_t q = 0; q < queries_; ++q)
-      lse[q] = t_.sum[q] == 0 ? -kInfinity<float>
-                              : static_cast<float>(__builtin_log(static_cast<double>(t_.sum[q])) -
-                                                   0.6931471805599453 * static_cast<double>(t_.shift[q]));
+    for (int64_t q = 0; q < queries_; ++q) {
+      // No key, or none that counts: the sink as it is, -inf without one.
+      const bool alone = t_.sum[q] == sink.weight && t_.shift[q] == sink.shift;
+      lse[q] = alone ? sink.score
+                     : static_cast<float>(__builtin_log(static_cast<double>(t_.sum[q])) -
+                                          0.6931471805599453 * static_cast<double>(t_.shift[q]));
+    }
     for (int64_t q = 0; q < queries_; q += 16) {
       const __m512 sum = _mm512_load_ps(t_.rounded_sum + q);
       const __mmask16 any = _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_NEQ_UQ);
