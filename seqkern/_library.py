@@ -258,7 +258,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     """Says which kernel `op` would run on `tensors` (without any: on a float32 CPU tensor), and why. Runs nothing.
 
     Args:
-        op: "scaled_dot_product_attention", "attention", "layer_norm", "lstm" or "lstm_cell".
+        op: "scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode", "layer_norm",
+            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm" or "lstm_cell".
         tensors: the tensors that the op would get; device and dtype of the first decide.
 
     Raises:

@@ -6,7 +6,8 @@ The oracle is the reference in float64 on the same, already rounded, inputs. A r
 
 so that the bound scales with the problem and the dtype, and no tolerance is picked by hand. A few numbers can come
 through that sum unharmed by luck: the unit is never less than half a last place of the largest number. In float64 the
-oracle is rounded as much as the result, and both count: 4 units.
+oracle is rounded as much as the result, and both count: 4 units. Where a case allows a gradient more than twice torch's
+error, it says why: `Case.factors`.
 
 Example:
     >>> import torch
@@ -161,7 +162,8 @@ def verify(
     """Runs the standard case of `op` against the oracle and torch: one report for every output and gradient.
 
     Args:
-        op: "attention", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "lstm" or "lstm_cell".
+        op: "attention", "attention_varlen", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "lstm" or
+            "lstm_cell".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.
@@ -511,6 +513,7 @@ def lstm_cell_case(batch: int = 33, inputs: int = 17, hidden: int = 65, *, std: 
 
 CASES: dict[str, Case] = {
     "attention": attention_case(),
+    "attention_varlen": attention_case(packed=[(3, 5), (1, 150), (70, 70), (129, 200)], heads=4, kv_heads=2),
     "layer_norm": layer_norm_case(),
     "rms_norm": layer_norm_case(centred=False),
     "add_layer_norm": add_layer_norm_case(),
