@@ -163,11 +163,16 @@ _DECODE_TILES = {
 
 # Where halving is not the right answer to the options of a level.
 _EXCEPTIONS = {
+    ("wgmma", "forward", 1, 1): (128, 32, 8, 2),
+    ("wgmma", "forward", 2, "window"): (128, 32, 8, 2),
+    ("wgmma", "forward", 2, 1): (64, 32, 8, 2),
+    ("wgmma", "forward", 2, 2): (64, 32, 8, 2),
     ("wgmma", "grad_query", 2, 2): (32, 16, 8, 1),
     ("wgmma", "grad_key_value", 1, 2): (16, 64, 8, 2),
     ("mma", "grad_query", 2, 2): (32, 16, 8, 1),
     ("mma", "grad_key_value", 0, 2): (16, 64, 8, 1),
     ("mma", "grad_key_value", 1, 2): (16, 64, 8, 1),
+    ("float32", "grad_query", 1, 2): (32, 16, 4, 1),
     ("float32", "grad_key_value", 1, 1): (32, 32, 8, 1),
     ("float64", "grad_query", 1, 1): (16, 16, 4, 1),
 }
@@ -193,8 +198,9 @@ def _tile(kernel, problem, head_dim, aligned):
     if kernel == "decode":
         return _DECODE_TILES[kind][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
     column, level = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2, min(2, max(0, _pieces(problem) - 1))
-    if (kind, kernel, column, level) in _EXCEPTIONS:
-        return _EXCEPTIONS[kind, kernel, column, level]
+    exception = (kind, kernel, column, "window" if level == 0 and problem.low is not None else level)
+    if exception in _EXCEPTIONS:
+        return _EXCEPTIONS[exception]
     block_q, block_k, warps, stages = _TILES[kind][kernel][column]
     if kernel == "grad_key_value":
         block_q = max(min(16, block_q), block_q >> level)

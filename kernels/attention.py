@@ -596,22 +596,37 @@ def aot_configurations(limit, thorough):
     and unaligned, without options and with each of them.
     """
     floats = (torch.bfloat16, torch.float32)
-    cases = [(dtype, d, d, "causal") for dtype in floats for d in (64, 128)] + [(torch.bfloat16, 128, 128, "all")]
+    cases = [(dtype, d, d, "causal") for dtype in floats for d in (64, 128)] + [(torch.bfloat16, 64, 64, "all")]
+    decoding = [(torch.bfloat16, 128, 128, "all")]
     if thorough:
         dtypes = (*floats, torch.float16, torch.float64)
         dims = [(d - less, d - less) for d in (16, 64, 128, 256) for less in (0, 8, 3)] + [(192, 128)]
         cases = [(dtype, d, dv, name) for dtype in dtypes for d, dv in dims for name in ("full", "causal")]
-        dims = [(d - less, d - less) for d in (64, 128, 256) for less in (0, 3)]
+        decoding = [(dtype, d, dv, name) for dtype in dtypes for d, dv in dims for name in ("lengths", "all")]
         cases += [
-            (dtype, d, dv, name)
+            (dtype, d, d, name)
             for dtype in (*floats, torch.float64)
-            for d, dv in dims
+            for d in (64, 128, 256)
             for name in _AOT_OPTIONS
-            if name not in ("full", "causal") and not (dtype == torch.float64 and d % 8)
+            if name not in ("full", "causal")
         ]
-    for dtype, d, dv, name in cases:
-        for launch in _aot_launches(dtype, d, dv, limit, **_AOT_OPTIONS[name]):
-            yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-D{d}-Dv{dv}-{name}", launch
+        cases += [(dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in ("packed window", "mask", "all")]
+    for launches, configurations in ((_aot_launches, cases), (_aot_decoding, decoding)):
+        for dtype, d, dv, name in configurations:
+            for launch in launches(dtype, d, dv, limit, **_AOT_OPTIONS[name]):
+                yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-D{d}-Dv{dv}-{name}", launch
+
+
+def _aot_decoding(dtype, d, dv, limit, left=-1, alibi=False, softcap=0.0, sinks=False, **others):
+    for queries in (1, 8):
+        query = torch.empty((2, 32, queries, d), dtype=dtype, device="meta")
+        key, value = query.new_empty((2, 4, 4096, d)), query.new_empty((2, 4, 4096, dv))
+        number = torch.empty((2, 32), dtype=accumulator(dtype), device="meta")
+        problem, _ = prepare(
+            query, key, value, None, None, None, query.new_empty(2, dtype=torch.int32), number if alibi else None, None,
+            queries, 4096, 0, True, left, 0, 0.1, softcap, 0.0, limit,
+        )  # fmt: skip
+        yield from _plan_forward(problem, number[0] if sinks else None)[1]
 
 
 def _aot_launches(

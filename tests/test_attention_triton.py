@@ -356,7 +356,7 @@ def sequences_apart(device: str = "cpu") -> None:
     batch = build(Case(lengths=((50, 70),) * 3, heads=4, device=device), 0)
     packed = build(Case(lengths=lengths, heads=4, varlen=True, right=0, left=21, device=device), 0)
     starts = [[0, *torch.tensor([pair[k] for pair in lengths]).cumsum(0).tolist()] for k in range(2)]
-    for s, (nq, nk) in enumerate(lengths):
+    for s in range(len(lengths)):
         for name, k in (("query", 0), ("key", 1), ("value", 1)):
             packed[name][0, :, starts[k][s] : starts[k][s + 1]] = batch[name][s, :, : lengths[s][k]]
     out, lse = kernels.attention_fwd(**packed)
