@@ -28,7 +28,16 @@ X86_TIERS = {
     "generic": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # gcc 12 warns about its own avx512 intrinsics header.
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprfchw", "-mfma", "-mf16c", "-Wno-maybe-uninitialized"],
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mprfchw",
+        "-mfma",
+        "-mf16c",
+        "-Wno-maybe-uninitialized",
+    ],
 }
 # Units for the matrix tiles of newer x86 servers, where the compiler knows them: *_amx.cpp, in one tier only.
 AMX_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]

@@ -146,9 +146,8 @@ def test_varlen(benchmark, dtype, mode, device):
         return seqkern.attention_varlen(q, k, v, starts, starts, longest, longest, causal=True)
 
     def one_by_one(q, k, v):
-        parts = zip(*(t.split(LENGTHS) for t in (q, k, v)), strict=True)
-        return torch.cat([sdpa(*(t.transpose(0, 1)[None] for t in part), is_causal=True)[0].transpose(0, 1)
-                          for part in parts])  # fmt: skip
+        parts = zip(*([x.transpose(0, 1)[None] for x in t.split(LENGTHS)] for t in (q, k, v)), strict=True)
+        return torch.cat([sdpa(*part, is_causal=True)[0].transpose(0, 1) for part in parts])  # type: ignore[misc]
 
     def padded(q, k, v):
         def pad(t):

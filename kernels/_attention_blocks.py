@@ -240,7 +240,7 @@ def forward_blocks(
     """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries at the positions i."""
     query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
     query0, first_row, nq, nk, diagonal, D, DV = place
-    scale, softcap, keep_scale, threshold = numbers
+    scale, softcap, _keep_scale, threshold = numbers
     row = tl.arange(0, query.shape[0])
     factor = score_factor(scale, UNITS)
     for key0 in range(first, last, BLOCK_K):
@@ -250,7 +250,7 @@ def forward_blocks(
         score = tile_scores(query, query_ptr, nq - query0, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
         column = tl.arange(0, BLOCK_K)
         j = (key0 + column)[None, :]
-        z, bent = biased(
+        z, _bent = biased(
             score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
             EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
         )

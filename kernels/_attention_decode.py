@@ -60,7 +60,7 @@ def _decode_kernel(
     h = head % H
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    b, query_start, nq, key_start, key_rows, nk = sequence(
+    b, _query_start, _nq, _key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
     diagonal, low, high = band(diagonal, low, high, lower_right, queries, nk)

@@ -259,6 +259,8 @@ def plan(kernel, pointers, strided, problem, *more):
         h, hk, nq, nk, d, dv, problem.max_queries, problem.max_keys,
     )  # fmt: skip
     # Beside its options a kernel spills a little where ptxas would rather fit two programs: not asked for.
-    plain = problem.low is None and problem.query_starts is None and problem.key_lengths is None and not _pieces(problem)
+    plain = (
+        problem.low is None and problem.query_starts is None and problem.key_lengths is None and not _pieces(problem)
+    )
     registers = None if plain else 255
     return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages, registers)

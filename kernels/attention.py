@@ -98,7 +98,7 @@ def _forward_kernel(
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    b, query_start, nq, key_start, key_rows, nk = sequence(
+    b, query_start, nq, key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
     diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
@@ -225,7 +225,7 @@ def _grad_query_kernel(
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    b, query_start, nq, key_start, key_rows, nk = sequence(
+    b, query_start, nq, key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
     diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
@@ -460,11 +460,11 @@ def _grad_mask_kernel(
     for step in range(S // grad_mask_sizes[0] * heads):
         s = mask_s + step // heads
         h = mask_h + step % heads
-        b, query_start, nq, key_start, key_rows, nk = sequence(
+        b, query_start, nq, key_start, _key_rows, nk = sequence(
             s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
         )
         diag, lowest, highest = band(diagonal, low, high, lower_right, nq, nk)
-        first, full, edge, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
+        first, _full, _edge, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
         if (query0 < nq) & (first <= key0) & (key0 < last):
             at = query_start + query0
             query_at, q_stride = head_rows(query_ptr, q_strides, b, h, at, ALIGNED)
@@ -478,7 +478,7 @@ def _grad_mask_kernel(
             score = tile_scores(query, query_at, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
             slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
             mask_at = head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
-            z, bent = biased(
+            z, _bent = biased(
                 score, i, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at, mask_row,
                 True, UNITS, SOFTCAP, MASK_COLUMNS,
             )
@@ -610,7 +610,9 @@ def aot_configurations(limit, thorough):
             for name in _AOT_OPTIONS
             if name not in ("full", "causal")
         ]
-        cases += [(dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in ("packed window", "mask", "all")]
+        cases += [
+            (dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in ("packed window", "mask", "all")
+        ]
     for launches, configurations in ((_aot_launches, cases), (_aot_decoding, decoding)):
         for dtype, d, dv, name in configurations:
             for launch in launches(dtype, d, dv, limit, **_AOT_OPTIONS[name]):
