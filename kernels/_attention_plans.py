@@ -1,4 +1,4 @@
-"""Tiles and arguments of the attention kernels: what is chosen before a launch, from shapes, dtypes and options alone."""
+"""Tiles and arguments of the attention kernels: what is chosen before a launch, by shapes, dtypes and options alone."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,9 @@ from ._common import TRITON_DTYPE, Launch, accumulator, dropout_scalars, unit_la
 
 # Integers that must not be compiled in: nothing is compiled again when only lengths change.
 SIZES = [
-    "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries", "max_keys",
-    "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides", "o_strides", "queries", "chunks",
+    "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries",
+    "max_keys", "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides",
+    "o_strides", "queries", "chunks",
 ]  # fmt: skip
 _FAR = 2**30  # a limit this far from the diagonal hides nothing, and sums of it with positions fit 32 bits
 
@@ -85,7 +86,8 @@ def prepare(
 
 def _mask(mask, dtype):
     if mask.dtype == torch.bool and dtype == torch.float64:
-        # Triton lays the operands of a product out by the smallest element loaded for them, and fp64 has no such layout.
+        # Triton lays the operands of a product out by the smallest element loaded for them, and fp64 has no such
+        # layout.
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     elif mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
