@@ -125,6 +125,8 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds: int = 7) -> None:
     """Checks the contest, times it for about `budget` seconds, and stores the result with the benchmark.
 
+    At least `min_rounds`, of which three are enough for what takes longer than the clock and the machine stutter.
+
     Raises:
         AssertionError: the gate failed; nothing is timed.
     """
@@ -137,7 +139,7 @@ def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds
     slowest = max(seconds(call, contest.device) for call in contestants.values())
     # Short calls are repeated inside a round until the clock's grain and the round's own cost do not show.
     calls = max(1, min(1000, int(2e-3 / slowest)))
-    rounds = max(min_rounds, min(200, int(budget / (slowest * calls * len(contestants)))))
+    rounds = max(3 if slowest > 0.3 else min_rounds, min(200, int(budget / (slowest * calls * len(contestants)))))
     times: dict[str, list[float]] = {name: [] for name in contest.peers}
 
     def peers() -> None:
