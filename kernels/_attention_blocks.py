@@ -1,4 +1,4 @@
-"""What one tile of attention needs, forward and backward: who sees whom, and what becomes of a score before its exponential.
+"""What one tile of attention needs: who sees whom, and what becomes of a score before its exponential.
 
 An option that is not there costs nothing: its pointer (or limit) is None, which the compiler knows.
 
@@ -6,8 +6,8 @@ How scores are kept, UNITS, depends on the options, so that plain attention pays
 
     RAW      z is q.k itself, one multiplication by scale log2(e) comes with the exponential (the running maximum too)
     SCALED   z is the score with scale, softcap and ALiBi in it; log2(e) comes with the exponential
-    NATURAL  the same plus an additive mask, and the maximum is kept as it is: masks hold the most negative finite number,
-             which times log2(e) would be -inf, and a row of nothing else would no longer be uniform
+    NATURAL  the same plus an additive mask, and the maximum is kept as it is: masks hold the most negative finite
+             number, which times log2(e) would be -inf, and a row of nothing else would no longer be uniform
 """
 
 import math
@@ -54,7 +54,9 @@ def sequence(s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_q
 
 
 @triton.jit
-def zero_gaps(pointer, stride, starts_ptr, S, N, columns, value, program, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def zero_gaps(
+    pointer, stride, starts_ptr, S, N, columns, value, program, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """`value` into the rows before the first sequence and behind the last; `programs` of them share the work."""
     before = tl.minimum(tl.maximum(tl.load(starts_ptr).to(tl.int64), 0), N)
     behind = tl.maximum(tl.minimum(tl.load(starts_ptr + S).to(tl.int64), N), before)
@@ -70,7 +72,7 @@ def zero_gaps(pointer, stride, starts_ptr, S, N, columns, value, program, progra
 
 @triton.jit
 def result_rows(pointer, starts_ptr, head, h, H, N, columns):
-    """Where the rows of a head begin in a result, and the stride between them: (B, H, N, columns), packed (N, H, columns)."""
+    """Where the rows of a head of a result begin, and their stride: (B, H, N, columns), or packed (N, H, columns)."""
     if starts_ptr is None:
         return pointer + head * N * columns, columns
     else:
@@ -144,7 +146,8 @@ def tanh(x):
     square = x * x
     if x.dtype == tl.float64:
         p = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3
-        q = ((square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3) * square + 4.84406305325125486048e3
+        q = (square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3
+        q = q * square + 4.84406305325125486048e3
         small = x + x * square * (p / q)
     else:
         p = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
@@ -172,9 +175,9 @@ def biased(
 ):
     """z of a tile of products q.k, but for the band, and the tanh in it (z itself without softcap).
 
-    i: where the queries are; row and column, the positions within the tile, are a column and a row, or the other way round. mask_row is the mask's stride, None where it has one row.
-    MASK_COLUMNS: 0 where it has one column, 8 where every row begins at a multiple of 8, else 1. EDGE False promises that
-    all keys are there.
+    i: where the queries are; row and column, the positions within the tile, are a column and a row, or the other way
+    round. mask_row is the mask's stride, None where it has one row. MASK_COLUMNS: 0 where it has one column, 8 where
+    every row begins at a multiple of 8, else 1. EDGE False promises that all keys are there.
     """
     z = score
     bent = score
@@ -237,22 +240,26 @@ def forward_blocks(
     EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
 ):
-    """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries at the positions i."""
+    """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries.
+
+    i: where the queries are, a column.
+    """
     query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
     query0, first_row, nq, nk, diagonal, D, DV = place
-    scale, softcap, keep_scale, threshold = numbers
+    scale, softcap, _keep_scale, threshold = numbers
     row = tl.arange(0, query.shape[0])
     factor = score_factor(scale, UNITS)
     for key0 in range(first, last, BLOCK_K):
         key_at = key_ptr + key0 * k_stride
         keys = nk - key0
         key = load_tile(key_at, keys, D, k_stride, BLOCK_K, query.shape[1], EDGE)
-        score = tile_scores(query, query_ptr, nq - query0, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
+        rows = nq - query0
+        score = tile_scores(query, query_ptr, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
         column = tl.arange(0, BLOCK_K)
         j = (key0 + column)[None, :]
-        z, bent = biased(
-            score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
-            EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
+        z, _bent = biased(
+            score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr,
+            mask_row, EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         if EDGE:
             z = tl.where(visible(i, j, nk, low, high), z, float("-inf"))

@@ -8,7 +8,7 @@ summed over the query heads of a group. No atomics: the same bits every run.
 
 The equations, with diag = diagonal, or diagonal + nk - nq, and z = -inf outside the band i + low <= j <= i + high:
 
-    s_ij = scale q_i.k_j          t_ij = softcap tanh(s_ij / softcap)         z_ij = t_ij - slope |i + diag - j| + mask_ij
+    s_ij = scale q_i.k_j      t_ij = softcap tanh(s_ij / softcap)      z_ij = t_ij - slope |i + diag - j| + mask_ij
     lse_i = log (sum_j e^z_ij + e^sink)                   p_ij = e^(z_ij - lse_i)         out_i = sum_j r_ij p_ij v_j
     dv_j = sum_i r_ij p_ij do_i   dp_ij = r_ij do_i.v_j   delta_i = do_i.out_i - dlse_i
     dz_ij = p_ij (dp_ij - delta_i)                        ds_ij = dz_ij (1 - (t_ij / softcap)^2)
@@ -98,7 +98,7 @@ def _forward_kernel(
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    b, query_start, nq, key_start, key_rows, nk = sequence(
+    b, query_start, nq, key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
     diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
@@ -128,8 +128,8 @@ def _forward_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0).to(ACC)
     if low is not None:
         acc, row_max, row_sum = forward_blocks(
-            acc, row_max, row_sum, query, i, tiles, first, tl.minimum(full, last), place, low, high, numbers, slope, mask_at,
-            mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
+            acc, row_max, row_sum, query, i, tiles, first, tl.minimum(full, last), place, low, high, numbers, slope,
+            mask_at, mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
         )
     acc, row_max, row_sum = forward_blocks(
         acc, row_max, row_sum, query, i, tiles, full, edge, place, low, high, numbers, slope, mask_at,
@@ -161,8 +161,8 @@ def _forward_kernel(
 
 @triton.jit
 def _grad_query_blocks(
-    grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_ptr, first, last, place, low, high, numbers,
-    slope, mask_ptr, mask_row, seed,
+    grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_ptr, first, last, place, low, high,
+    numbers, slope, mask_ptr, mask_row, seed,
     EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
 ):
@@ -182,8 +182,8 @@ def _grad_query_blocks(
         column = tl.arange(0, BLOCK_K)
         j = (key0 + column)[None, :]
         z, bent = biased(
-            score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
-            EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
+            score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr,
+            mask_row, EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         p = power(z, lse[:, None], factor, UNITS)
         if EDGE:
@@ -225,7 +225,7 @@ def _grad_query_kernel(
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    b, query_start, nq, key_start, key_rows, nk = sequence(
+    b, query_start, nq, key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
     diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
@@ -327,8 +327,8 @@ def _grad_key_value_blocks(
         mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
         score = tile_scores(key, key_ptr, keys, k_stride, query, query_at, rows, q_stride, D, ACC, SLICE, PRECISION)
         z, bent = biased(
-            score, i, query0, key0, row[None, :], column[:, None], nq, nk, diagonal, scale, softcap, slope, mask_at, mask_row,
-            True, UNITS, SOFTCAP, MASK_COLUMNS,
+            score, i, query0, key0, row[None, :], column[:, None], nq, nk, diagonal, scale, softcap, slope, mask_at,
+            mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS,
         )
         p = power(z, lse[None, :], factor, UNITS)
         if EDGE:
@@ -390,8 +390,8 @@ def _grad_key_value_kernel(
     grad_value = tl.zeros([BLOCK_K, BLOCK_DV], ACC)
     if high is not None:
         grad_key, grad_value = _grad_key_value_blocks(
-            grad_key, grad_value, key, value, tiles, q_strides, g_strides, first, tl.minimum(full, last), place, low, high,
-            numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
+            grad_key, grad_value, key, value, tiles, q_strides, g_strides, first, tl.minimum(full, last), place, low,
+            high, numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
             True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
         )
     grad_key, grad_value = _grad_key_value_blocks(
@@ -436,7 +436,7 @@ def _grad_mask_kernel(
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """The gradient of a mask that sequences or heads share: a program owns a tile of it and walks those who share it."""
+    """The gradient of a mask that sequences or heads share: a program owns a tile and walks those who share it."""
     query_blocks = tl.cdiv(max_queries, BLOCK_Q)
     key_blocks = tl.cdiv(max_keys, BLOCK_K)
     tile = (tl.program_id(0) // (query_blocks * key_blocks)).to(tl.int64)
@@ -460,11 +460,11 @@ def _grad_mask_kernel(
     for step in range(S // grad_mask_sizes[0] * heads):
         s = mask_s + step // heads
         h = mask_h + step % heads
-        b, query_start, nq, key_start, key_rows, nk = sequence(
+        b, query_start, nq, key_start, _key_rows, nk = sequence(
             s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
         )
         diag, lowest, highest = band(diagonal, low, high, lower_right, nq, nk)
-        first, full, edge, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
+        first, _full, _edge, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
         if (query0 < nq) & (first <= key0) & (key0 < last):
             at = query_start + query0
             query_at, q_stride = head_rows(query_ptr, q_strides, b, h, at, ALIGNED)
@@ -478,9 +478,9 @@ def _grad_mask_kernel(
             score = tile_scores(query, query_at, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
             slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
             mask_at = head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
-            z, bent = biased(
-                score, i, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at, mask_row,
-                True, UNITS, SOFTCAP, MASK_COLUMNS,
+            z, _bent = biased(
+                score, i, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at,
+                mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS,
             )
             first_row = (b * H + h) * Nq + at
             lse = rows_to_units(tl.load(lse_ptr + first_row + row, mask=row < rows, other=float("-inf")), UNITS)
@@ -514,7 +514,7 @@ def _plan_forward(problem, sinks):
 
 
 def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
-    """`mask`: the one that wants a gradient. (grad_query, grad_key, grad_value, grad_mask, grad_distance), and the launches that write them."""
+    """What `attention_bwd` returns, and the launches that write it. `mask`: the one that wants a gradient, or None."""
     query, key, value = problem.query, problem.key, problem.value
     delta = torch.empty_like(lse)
     grads = [result(problem, tensor.shape) for tensor in (query, key, value)]
@@ -545,8 +545,8 @@ def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
 
 
 def attention_fwd(
-    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed, max_queries, max_keys,
-    diagonal, lower_right, left, right, scale, softcap, dropout_p,
+    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed, max_queries,
+    max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p,
 ):  # fmt: skip
     """The launcher behind `seqkern::attention_fwd`: (out, lse)."""
     problem, _ = prepare(
@@ -559,8 +559,8 @@ def attention_fwd(
 
 
 def attention_bwd(
-    grad_out, grad_lse, query, key, value, out, lse, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, seed,
-    max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p, need_mask, need_slopes,
+    grad_out, grad_lse, query, key, value, out, lse, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
+    seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p, need_mask, need_slopes,
 ):  # fmt: skip
     """The launcher behind `seqkern::attention_bwd`: (grad_query, grad_key, grad_value, grad_mask, grad_distance)."""
     problem, sign = prepare(
@@ -610,7 +610,8 @@ def aot_configurations(limit, thorough):
             for name in _AOT_OPTIONS
             if name not in ("full", "causal")
         ]
-        cases += [(dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in ("packed window", "mask", "all")]
+        names = ("packed window", "mask", "all")
+        cases += [(dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in names]
     for launches, configurations in ((_aot_launches, cases), (_aot_decoding, decoding)):
         for dtype, d, dv, name in configurations:
             for launch in launches(dtype, d, dv, limit, **_AOT_OPTIONS[name]):

@@ -133,8 +133,8 @@ def build(case: Case, seed: int) -> dict[str, Any]:
 
 
 def formula(
-    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed, max_queries, max_keys,
-    diagonal, lower_right, left, right, scale, softcap, dropout_p,
+    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed, max_queries,
+    max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p,
 ):  # fmt: skip
     """(out, lse, z) of the whole call, z a list with every (sequence, head)'s scores before the softmax."""
     _, heads, total, _ = query.shape
@@ -321,7 +321,9 @@ CASES = {
     "window": Case(lengths=((65, 130),), left=20, right=7, diagonal=65),
     "window beyond the keys": Case(lengths=((90, 20),), left=3, right=0, diagonal=10**15),
     "key lengths": Case(lengths=((9, 40),) * 3, key_lengths=(0, 17, 99), right=0, diagonal=31, strided=True),
-    "packed": Case(lengths=((5, 40), (0, 7), (33, 0), (1, 1), (40, 65)), varlen=True, gaps=(7, 100), right=0, lower_right=True),
+    "packed": Case(
+        lengths=((5, 40), (0, 7), (33, 0), (1, 1), (40, 65)), varlen=True, gaps=(7, 100), right=0, lower_right=True
+    ),
     "packed, nothing in it": Case(lengths=((0, 0), (0, 0)), varlen=True, gaps=(0, 9), alibi=True, need_slopes=True),
     "bool mask": Case(lengths=((33, 70),) * 2, mask="bool", mask_sizes=(True, False, True, True), extreme=True),
     "bool mask by key": Case(lengths=((33, 70),) * 2, mask="bool", mask_sizes=(True, False, False, True), strided=True),
@@ -331,7 +333,12 @@ CASES = {
         lengths=((33, 70),) * 2, heads=4, mask="additive own", mask_sizes=(True, False, True, True), need_mask=True
     ),
     "mask shared by packed sequences": Case(
-        lengths=((5, 40), (33, 8)), varlen=True, mask="additive", mask_sizes=(False, True, True, True), need_mask=True, right=3
+        lengths=((5, 40), (33, 8)),
+        varlen=True,
+        mask="additive",
+        mask_sizes=(False, True, True, True),
+        need_mask=True,
+        right=3,
     ),
     "alibi": Case(lengths=((33, 40),) * 2, alibi=True, need_slopes=True, right=0, diagonal=7),
     "softcap": Case(lengths=((33, 40),), softcap=3.0, scale=-2.0),
@@ -339,14 +346,31 @@ CASES = {
     "dropout": Case(lengths=((33, 70),) * 2, heads=4, dropout_p=0.4, dtype=torch.float64),
     "dropout of everything": Case(dropout_p=1.0 - 2.0**-33),
     "any scale": Case(lengths=((33, 40),), scale=0.0),
-    "decoding": Case(lengths=((3, 700),) * 2, heads=6, key_lengths=(10, 700), left=300, right=0, lower_right=True, sinks=True),
-    "decoding, one chunk": Case(lengths=((16, 100),), alibi=True, softcap=20.0, lower_right=True, right=0, strided=True),
-    "everything": Case(
-        lengths=((33, 70), (40, 20), (0, 9)), heads=4, varlen=True, gaps=(3, 5), key_lengths=(60, 20, 1), mask="additive",
-        need_mask=True, alibi=True, need_slopes=True, softcap=5.0, sinks=True, dropout_p=0.3, left=30, right=4,
-        lower_right=True, strided=True,
+    "decoding": Case(
+        lengths=((3, 700),) * 2, heads=6, key_lengths=(10, 700), left=300, right=0, lower_right=True, sinks=True
     ),
-}  # fmt: skip
+    "decoding, one chunk": Case(
+        lengths=((16, 100),), alibi=True, softcap=20.0, lower_right=True, right=0, strided=True
+    ),
+    "everything": Case(
+        lengths=((33, 70), (40, 20), (0, 9)),
+        heads=4,
+        varlen=True,
+        gaps=(3, 5),
+        key_lengths=(60, 20, 1),
+        mask="additive",
+        need_mask=True,
+        alibi=True,
+        need_slopes=True,
+        softcap=5.0,
+        sinks=True,
+        dropout_p=0.3,
+        left=30,
+        right=4,
+        lower_right=True,
+        strided=True,
+    ),
+}
 
 
 def sequences_apart(device: str = "cpu") -> None:
