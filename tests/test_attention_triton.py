@@ -319,6 +319,9 @@ CASES = {
     "plain": Case(lengths=((33, 70),) * 2, heads=4, head_dim=16, value_dim=5),
     "one query sees one key": Case(lengths=((40, 20),), left=0, right=0, diagonal=-20, head_dim=24),
     "window": Case(lengths=((65, 130),), left=20, right=7, diagonal=65),
+    "window that just reaches the next block": Case(lengths=((130, 130),), left=1, right=1),
+    "left edge one key into a block": Case(lengths=((130, 130),), left=62),
+    "right edge one key short of a block": Case(lengths=((130, 130),), right=62),
     "window beyond the keys": Case(lengths=((90, 20),), left=3, right=0, diagonal=10**15),
     "key lengths": Case(lengths=((9, 40),) * 3, key_lengths=(0, 17, 99), right=0, diagonal=31, strided=True),
     "packed": Case(
