@@ -32,7 +32,16 @@ What was tried, judged by the compiler's register report (no GPU speed has been 
   sm_90; as one flat loop none;
 - 64-bit offset tensors for lse and delta: some 500 bytes of spills; a 64-bit scalar base and 32-bit offsets: none;
 - fp32 "ieee" and fp64 with whole tiles as operands: spills from head dimension 128 on, in kilobytes at 256; see
-  `tile_scores`. The loop over slices must not unroll, so head dimensions are runtime arguments.
+  `tile_scores`. The loop over slices must not unroll, so head dimensions are runtime arguments;
+- a mask through offsets of 64 bits, or with a base that is not known to be a multiple of 8: single elements are loaded,
+  some 250 bytes of spills at D 128; offsets of 32 bits and 16-byte loads: none with key blocks of half the size;
+- packed sequences whose lengths live across the loop: up to 40 bytes at D 256; read again behind it: none;
+- ptxas would rather fit two programs and spill 8 to 100 bytes of many kernels with options; a limit of 255 registers
+  stops that, but adds to the spills of some that are full already (36 bytes become 256 with a packed window at D 256
+  on sm_100, there with blocks of 32 keys none);
+- the shared mask's gradient with whole tiles as operands: over 1000 bytes at D 256; in slices of 64 columns none.
+
+Known and open: on sm_80 and sm_120 single options at D 64 in 16 bits still spill 16 to 88 bytes in the backward pass.
 """
 
 import torch
