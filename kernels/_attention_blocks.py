@@ -1,4 +1,4 @@
-"""What one tile of attention needs, forward and backward: who sees whom, and what a score is before its exponential.
+"""What one tile of attention needs: who sees whom, and what becomes of a score before its exponential.
 
 An option that is not there costs nothing: its pointer (or limit) is None, which the compiler knows.
 
@@ -55,7 +55,7 @@ def sequence(s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_q
 
 @triton.jit
 def zero_gaps(
-    pointer, stride, starts_ptr, S, N, columns, value, program, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    pointer, stride, starts_ptr, S, N, columns, value, program, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """`value` into the rows before the first sequence and behind the last; `programs` of them share the work."""
     before = tl.minimum(tl.maximum(tl.load(starts_ptr).to(tl.int64), 0), N)
@@ -72,10 +72,7 @@ def zero_gaps(
 
 @triton.jit
 def result_rows(pointer, starts_ptr, head, h, H, N, columns):
-    """Where the rows of a head begin in a result, and the stride between them.
-
-    A result is (B, H, N, columns), packed (N, H, columns).
-    """
+    """Where the rows of a head of a result begin, and their stride: (B, H, N, columns), or packed (N, H, columns)."""
     if starts_ptr is None:
         return pointer + head * N * columns, columns
     else:
@@ -245,7 +242,7 @@ def forward_blocks(
 ):
     """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries.
 
-    i: the positions of the queries.
+    i: where the queries are, a column.
     """
     query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
     query0, first_row, nq, nk, diagonal, D, DV = place
@@ -256,9 +253,8 @@ def forward_blocks(
         key_at = key_ptr + key0 * k_stride
         keys = nk - key0
         key = load_tile(key_at, keys, D, k_stride, BLOCK_K, query.shape[1], EDGE)
-        score = tile_scores(
-            query, query_ptr, nq - query0, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION,
-        )
+        rows = nq - query0
+        score = tile_scores(query, query_ptr, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
         column = tl.arange(0, BLOCK_K)
         j = (key0 + column)[None, :]
         z, _bent = biased(

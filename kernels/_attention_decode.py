@@ -47,11 +47,10 @@ def _decode_kernel(
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """A chunk of keys for up to BLOCK_Q rows of a key head.
+    """A chunk of keys for up to BLOCK_Q rows of a key head; row r is query r % queries of its head r // queries.
 
-    Row r is query r % queries of head r // queries of the group: H = Hk and Nq = queries times the heads of a group
-    here. chunk_max_ptr None: there is one chunk, out and lse are the results. Otherwise out holds what is to be folded,
-    (B, Hk, Nq, chunks, DV), and the other two (B, Hk, Nq, chunks).
+    H = Hk and Nq = queries times the heads of a group here. chunk_max_ptr None: there is one chunk, out and lse are
+    the results. Otherwise out holds what is to be folded, (B, Hk, Nq, chunks, DV), and the other two without DV.
     """
     chunk = tl.program_id(0) % chunks
     blocks = tl.cdiv(Nq, BLOCK_Q)

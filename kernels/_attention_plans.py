@@ -1,4 +1,4 @@
-"""Tiles and arguments of the attention kernels: what is chosen before a launch, by shapes, dtypes and options alone."""
+"""Tiles and arguments of the attention kernels: chosen before a launch, from shapes, dtypes and options alone."""
 
 from typing import NamedTuple
 
@@ -85,13 +85,13 @@ def prepare(
 
 
 def _mask(mask, dtype):
+    mask = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
     if mask.dtype == torch.bool and dtype == torch.float64:
-        # Triton lays the operands of a product out by the smallest element loaded for them, and fp64 has no such
-        # layout.
+        # Triton lays the operands of a product out by the smallest element loaded for them: bytes fail with fp64.
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     elif mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    mask = mask if mask.stride(-1) == 0 else unit_last(mask)
+    mask = unit_last(mask)
     return mask if mask.stride(-2) < 2**24 else mask.contiguous()  # offsets within a tile fit 32 bits
 
 
@@ -115,6 +115,9 @@ def _launches_nothing(problem):
 
 
 # (BLOCK_Q, BLOCK_K, num_warps, num_stages) for head dimensions up to 64, 128 and 256: the largest tiles found that
+# compile without spills for causal and full attention, exact and padded head dimensions. Queries (in the last kernel:
+# keys) are split over the warps, 16 rows each at least; fewer rows than that and two warps do the same work.
+# Options halve the blocks that a kernel walks: see `_tile`.
 _TILES = {
     # 16 bits, 227 KB of shared memory (sm_90, sm_100): operands stay in shared memory, so tiles are large
     "wgmma": {
@@ -196,10 +199,14 @@ def _tile(kernel, problem, head_dim, aligned):
     else:
         kind = "unaligned" if not aligned else "wgmma" if problem.limit >= 227 * 1024 else "mma"
     if kernel == "grad_mask":  # reads its tiles in slices, whatever the head dimension
-        return (32, 32, 4, 1) if size == 8 else (64, 64, 8, 1) if kind in ("wgmma", "mma") else (64, 32, 4, 1)
+        return (32, 32, 4, 1) if size == 8 else (64, 64, 8, 1) if kind == "wgmma" else (64, 32, 8, 1)
     if kernel == "decode":
         return _DECODE_TILES[kind][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
-    column, level = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2, min(2, max(0, _pieces(problem) - 1))
+    column = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    pieces = _pieces(problem)
+    if kernel == "grad_query" and problem.slopes is not None:  # sums distances
+        pieces += 1
+    level = min(2, max(0, pieces - 1))
     exception = (kind, kernel, column, "window" if level == 0 and problem.low is not None else level)
     if exception in _EXCEPTIONS:
         return _EXCEPTIONS[exception]
@@ -261,8 +268,6 @@ def plan(kernel, pointers, strided, problem, *more):
         h, hk, nq, nk, d, dv, problem.max_queries, problem.max_keys,
     )  # fmt: skip
     # Beside its options a kernel spills a little where ptxas would rather fit two programs: not asked for.
-    plain = (
-        problem.low is None and problem.query_starts is None and problem.key_lengths is None and not _pieces(problem)
-    )
-    registers = None if plain else 255
+    shaped = any(option is not None for option in (problem.low, problem.query_starts, problem.key_lengths))
+    registers = 255 if shaped or _pieces(problem) else None
     return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages, registers)

@@ -32,9 +32,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # its constexpr parameters
     num_warps: int = 4
     num_stages: int = 1
-    registers: int | None = (
-        None  # how many a thread may use; None leaves it to ptxas, which may spill to fit more programs
-    )
+    registers: int | None = None  # a thread's limit. None leaves it to ptxas, which may spill to fit more programs
 
 
 def run(plan: Iterable[Launch], device: torch.device) -> None:

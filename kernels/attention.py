@@ -8,7 +8,7 @@ summed over the query heads of a group. No atomics: the same bits every run.
 
 The equations, with diag = diagonal, or diagonal + nk - nq, and z = -inf outside the band i + low <= j <= i + high:
 
-    s_ij = scale q_i.k_j          t_ij = softcap tanh(s_ij / softcap)      z_ij = t_ij - slope |i + diag - j| + mask_ij
+    s_ij = scale q_i.k_j      t_ij = softcap tanh(s_ij / softcap)      z_ij = t_ij - slope |i + diag - j| + mask_ij
     lse_i = log (sum_j e^z_ij + e^sink)                   p_ij = e^(z_ij - lse_i)         out_i = sum_j r_ij p_ij v_j
     dv_j = sum_i r_ij p_ij do_i   dp_ij = r_ij do_i.v_j   delta_i = do_i.out_i - dlse_i
     dz_ij = p_ij (dp_ij - delta_i)                        ds_ij = dz_ij (1 - (t_ij / softcap)^2)
@@ -32,7 +32,16 @@ What was tried, judged by the compiler's register report (no GPU speed has been 
   sm_90; as one flat loop none;
 - 64-bit offset tensors for lse and delta: some 500 bytes of spills; a 64-bit scalar base and 32-bit offsets: none;
 - fp32 "ieee" and fp64 with whole tiles as operands: spills from head dimension 128 on, in kilobytes at 256; see
-  `tile_scores`. The loop over slices must not unroll, so head dimensions are runtime arguments.
+  `tile_scores`. The loop over slices must not unroll, so head dimensions are runtime arguments;
+- a mask through offsets of 64 bits, or with a base that is not known to be a multiple of 8: single elements are loaded,
+  some 250 bytes of spills at D 128; offsets of 32 bits and 16-byte loads: none with key blocks of half the size;
+- packed sequences whose lengths live across the loop: up to 40 bytes at D 256; read again behind it: none;
+- ptxas would rather fit two programs and spill 8 to 100 bytes of many kernels with options; a limit of 255 registers
+  stops that, but adds to the spills of some that are full already (36 bytes become 256 with a packed window at D 256
+  on sm_100, there with blocks of 32 keys none);
+- the shared mask's gradient with whole tiles as operands: over 1000 bytes at D 256; in slices of 64 columns none.
+
+Known and open: on sm_80 and sm_120 single options at D 64 in 16 bits still spill 16 to 88 bytes in the backward pass.
 """
 
 import torch
@@ -436,7 +445,7 @@ def _grad_mask_kernel(
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """The gradient of a mask that sequences or heads share: a program owns a tile of it, and walks those who share."""
+    """The gradient of a mask that sequences or heads share: a program owns a tile and walks those who share it."""
     query_blocks = tl.cdiv(max_queries, BLOCK_Q)
     key_blocks = tl.cdiv(max_keys, BLOCK_K)
     tile = (tl.program_id(0) // (query_blocks * key_blocks)).to(tl.int64)
@@ -514,10 +523,7 @@ def _plan_forward(problem, sinks):
 
 
 def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
-    """(grad_query, grad_key, grad_value, grad_mask, grad_distance), and the launches that write them.
-
-    `mask`: the one that wants a gradient.
-    """
+    """What `attention_bwd` returns, and the launches that write it. `mask`: the one that wants a gradient, or None."""
     query, key, value = problem.query, problem.key, problem.value
     delta = torch.empty_like(lse)
     grads = [result(problem, tensor.shape) for tensor in (query, key, value)]
@@ -613,9 +619,8 @@ def aot_configurations(limit, thorough):
             for name in _AOT_OPTIONS
             if name not in ("full", "causal")
         ]
-        cases += [
-            (dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in ("packed window", "mask", "all")
-        ]
+        names = ("packed window", "mask", "all")
+        cases += [(dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in names]
     for launches, configurations in ((_aot_launches, cases), (_aot_decoding, decoding)):
         for dtype, d, dv, name in configurations:
             for launch in launches(dtype, d, dv, limit, **_AOT_OPTIONS[name]):

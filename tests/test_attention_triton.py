@@ -319,6 +319,9 @@ CASES = {
     "plain": Case(lengths=((33, 70),) * 2, heads=4, head_dim=16, value_dim=5),
     "one query sees one key": Case(lengths=((40, 20),), left=0, right=0, diagonal=-20, head_dim=24),
     "window": Case(lengths=((65, 130),), left=20, right=7, diagonal=65),
+    "window that just reaches the next block": Case(lengths=((130, 130),), left=1, right=1),
+    "left edge one key into a block": Case(lengths=((130, 130),), left=62),
+    "right edge one key short of a block": Case(lengths=((130, 130),), right=62),
     "window beyond the keys": Case(lengths=((90, 20),), left=3, right=0, diagonal=10**15),
     "key lengths": Case(lengths=((9, 40),) * 3, key_lengths=(0, 17, 99), right=0, diagonal=31, strided=True),
     "packed": Case(
@@ -333,7 +336,11 @@ CASES = {
         lengths=((33, 70),) * 2, heads=4, mask="additive own", mask_sizes=(True, False, True, True), need_mask=True
     ),
     "mask shared by packed sequences": Case(
-        lengths=((5, 40), (33, 8)), varlen=True, mask="additive", mask_sizes=(False, True, True, True), need_mask=True,
+        lengths=((5, 40), (33, 8)),
+        varlen=True,
+        mask="additive",
+        mask_sizes=(False, True, True, True),
+        need_mask=True,
         right=3,
     ),
     "alibi": Case(lengths=((33, 40),) * 2, alibi=True, need_slopes=True, right=0, diagonal=7),
@@ -349,11 +356,24 @@ CASES = {
         lengths=((16, 100),), alibi=True, softcap=20.0, lower_right=True, right=0, strided=True
     ),
     "everything": Case(
-        lengths=((33, 70), (40, 20), (0, 9)), heads=4, varlen=True, gaps=(3, 5), key_lengths=(60, 20, 1),
-        mask="additive", need_mask=True, alibi=True, need_slopes=True, softcap=5.0, sinks=True, dropout_p=0.3, left=30,
-        right=4, lower_right=True, strided=True,
+        lengths=((33, 70), (40, 20), (0, 9)),
+        heads=4,
+        varlen=True,
+        gaps=(3, 5),
+        key_lengths=(60, 20, 1),
+        mask="additive",
+        need_mask=True,
+        alibi=True,
+        need_slopes=True,
+        softcap=5.0,
+        sinks=True,
+        dropout_p=0.3,
+        left=30,
+        right=4,
+        lower_right=True,
+        strided=True,
     ),
-}  # fmt: skip
+}
 
 
 def sequences_apart(device: str = "cpu") -> None:
