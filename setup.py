@@ -40,7 +40,7 @@ X86_TIERS = {
     ],
 }
 # Units for the matrix tiles of newer x86 servers, where the compiler knows them: *_amx.cpp, in one tier only.
-AMX_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+AMX_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-fno-exceptions"]
 TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
 
 
