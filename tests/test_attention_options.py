@@ -361,6 +361,48 @@ def test_rows_that_a_mask_hides(kind, isa, dtype):
     assert torch.equal(lse, torch.arange(4.0).to(lse.dtype)[:, None].expand(2, 4, 150))
 
 
+@pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16).min, -1e30, -1e10, 1e10])
+def test_a_row_of_one_huge_number_weighs_all_keys_alike(value, isa, dtype):
+    """Masks of the smallest number hide nothing in a row that has nothing else: as torch, the mean of the values."""
+    value = max(value, torch.finfo(dtype).min)
+    inputs = qkv(40, 70, dtype=dtype)
+    mask = torch.zeros(40, 70).to(dtype).float() if dtype != torch.float64 else torch.zeros(40, 70, dtype=dtype)
+    mask[3] = value
+    out, lse, *grads = everything(inputs, attn_mask=mask)
+    # In float32, where the scores vanish beside the number, as everywhere: float64 would still see them.
+    expected, _ = reference.attention(*(t.to(mask.dtype) for t in inputs), attn_mask=mask)
+    assert (out.to(mask.dtype) - expected).abs().max() <= 8 * torch.finfo(dtype).eps * inputs[2].abs().max()
+    assert all(t.isfinite().all() for t in (lse, *grads))
+
+
+def test_huge_scores_keep_their_weights_in_the_backward_pass(isa):
+    """Query i has a score of 1.3e5 with key i, which has all the weight: the gradient of its value is exactly 1."""
+    query, key = torch.zeros(1, 1, 40, 32), torch.full((1, 1, 40, 32), -1.0)
+    query[0, 0, :32], key[0, 0, :32] = torch.eye(32) * 1.37e5, torch.eye(32)
+    for dtype in (torch.bfloat16, torch.float32):
+        value = torch.randn(1, 1, 40, 32, dtype=dtype, requires_grad=True)
+        out = seqkern.attention(query.to(dtype), key.to(dtype), value, scale=0.93)
+        (grad,) = torch.autograd.grad(out[:, :, :32].sum(), value)
+        assert torch.equal(grad[:, :, :32], torch.ones_like(grad[:, :, :32]))
+
+
+def test_one_key_leaves_no_gradient_whatever_is_dropped(isa, dtype):
+    query, key, value = qkv(40, 1, dtype=dtype)
+    query.requires_grad_()
+    out = seqkern.attention(query, key, value, dropout_p=0.5)
+    kept = out.ne(0).any(-1)
+    torch.testing.assert_close(out[kept], (2 * value.expand_as(out))[kept], rtol=torch.finfo(dtype).eps, atol=0)
+    (grad,) = torch.autograd.grad(out, query, torch.randn_like(out))
+    assert grad.abs().max() <= 32 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+def test_keys_that_no_query_sees_do_not_reach_the_gradients(isa, dtype):
+    query, key, value = qkv(20, 40, dtype=dtype)
+    key[:, :, 20:] = math.nan
+    *_, grad_query, _, _ = everything([query, key, value], causal=True, causal_align="upper_left")
+    assert grad_query.isfinite().all()
+
+
 @pytest.mark.parametrize("low", [-95.0, -1e4])
 @pytest.mark.parametrize("keys", [64, 192, 200])
 def test_tails_of_rows_with_low_scores(low, keys, isa, dtype):

@@ -69,7 +69,8 @@ void pack(const AttentionShape& s, int64_t keys, bool backward, Rows key, Rows v
     __builtin_memset(tile(to.key_rows(k0 + (count + 15) / 16 * 16)), 0, to.key_depth * kTileBytes);
     __builtin_memset(tile(to.value_rows(k0 + (count + 15) / 16 * 16)), 0, to.value_depth * kTileBytes);
   }
-  pack_transposed(key, k0, count, s.head_dim, tile(to.key_transposed(k0)));
+  // A hidden key's dS is 0, but 0 times NaN is not; where a key that is not finite is seen, dS is not finite either.
+  pack_transposed<true>(key, k0, count, s.head_dim, tile(to.key_transposed(k0)));
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ struct TileScratch {
   BFloat16 *query, *grad_out, *query_pairs, *grad_out_pairs;
   BFloat16 *p, *ds, *ds_pairs;  // of a tile: (keys, queries) and pairs of keys
   float *scores, *grad_scores, *derivative, *kept, *grad_query_t, *lse, *delta, *grad_lse, *distance;
-  float *lse_log2, *delta_lse;  // lse log2(e), delta - dlse
+  float* delta_lse;  // delta - dlse
   Lanes<float>* lanes;
   int64_t elements;
 
@@ -112,7 +113,6 @@ struct TileScratch {
     delta = arena.take(kBlockQ);
     grad_lse = arena.take(kBlockQ);
     distance = arena.take(kBlockQ);
-    lse_log2 = arena.take(kBlockQ);
     delta_lse = arena.take(kBlockQ);
     lanes = reinterpret_cast<Lanes<float>*>(arena.take(kLanesElements<float>));
     elements = arena.used;
@@ -185,10 +185,7 @@ void backward_begin(const AttentionBackward& p, int64_t query_block, void* memor
     t.grad_lse[q] = p.grad_lse && sees ? static_cast<const float*>(p.grad_lse)[q0 + q] : 0.0f;
     t.distance[q] = 0;
   }
-  for (int64_t q = 0; q < kBlockQ; ++q) {
-    t.lse_log2[q] = t.lse[q] * kLog2e;
-    t.delta_lse[q] = t.delta[q] - t.grad_lse[q];
-  }
+  for (int64_t q = 0; q < kBlockQ; ++q) t.delta_lse[q] = t.delta[q] - t.grad_lse[q];
   // What no pass over the scores writes is multiplied by the zeros of the padding, and must not be NaN.
   __builtin_memset(t.p, 0, kBlockK * kBlockQ * 2);
   __builtin_memset(t.ds, 0, kBlockK * kBlockQ * 2);
@@ -288,9 +285,9 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
   const Geometry g = geometry<float>(p.sequence, query_block, key_block);
   if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return false;
   const TileConfiguration configuration;
-  // With a factor that is not positive, -inf for what is hidden would not stay what it is.
-  const bool plain = !modified(s) && !s.dropout.active && s.scale > 0;
-  const __m512 factor = _mm512_set1_ps(static_cast<float>(s.scale) * kLog2e);
+  // With a scale that is not positive, -inf for what is hidden would not stay what it is.
+  const bool plain = !modified(s) && !s.dropout.active && static_cast<float>(s.scale) > 1e-30f;
+  const __m512 scale = _mm512_set1_ps(static_cast<float>(s.scale)), log2e = _mm512_set1_ps(kLog2e);
   static constexpr int64_t stride = PartScores::stride;
   zero_hidden(g, t);
   for_pieces(g, [&](const Part& part) {
@@ -300,9 +297,11 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
       hide(g, part, -kInfinity<float>, at.scores, stride);
       hide(g, part, 0.0f, at.grad_scores, stride);
       round_part(part, t, [&](int64_t q) {
-        return [scores = at.scores + q, grad_scores = at.grad_scores + q, lse = _mm512_load_ps(t.lse_log2 + q),
-                delta = _mm512_load_ps(t.delta_lse + q), factor](int64_t k, __m512& probability, __m512& ds) {
-          probability = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(scores + k * stride), factor, lse));
+        return [scores = at.scores + q, grad_scores = at.grad_scores + q, lse = _mm512_load_ps(t.lse + q),
+                delta = _mm512_load_ps(t.delta_lse + q), scale, log2e](int64_t k, __m512& probability, __m512& ds) {
+          // The score is rounded before lse leaves it, as lse was: of large numbers nothing remains. NaN stays.
+          const __m512 x = _mm512_sub_ps(rounded(_mm512_mul_ps(_mm512_load_ps(scores + k * stride), scale)), lse);
+          probability = exp2_bf16(_mm512_mul_ps(_mm512_min_ps(_mm512_setzero_ps(), x), log2e));
           ds = _mm512_mul_ps(probability, _mm512_sub_ps(_mm512_load_ps(grad_scores + k * stride), delta));
         };
       });
@@ -427,7 +426,7 @@ const AttentionKernels attention_kernels = {kBlockQ,
                                             padded,
                                             pack_bytes,
                                             pack,
-                                            bytes_of<ForwardTiles>,
+                                            forward_scratch,
                                             backward_scratch,
                                             forward,
                                             kFewRows,

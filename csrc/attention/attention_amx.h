@@ -106,12 +106,22 @@ inline void pack_pairs(const Rows& m, int64_t first, int64_t count, int64_t colu
 }
 
 // Tile (row / 32, column / 16), columns fastest: its rows are 16 columns of m, each with 32 rows of m.
+// Finite: what is not becomes 0.
+template <bool Finite = false>
 inline void pack_transposed(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
   for (int64_t t = 0; t < tiles(count, 32); ++t) {
     for (int64_t c = 0; c < tiles(columns, 16); ++c) {
       Vec<float> v[16];
       for (int64_t i = 0; i < 16; ++i)
         v[i] = bit_cast<Vec<float>>(load_pairs(m, first + t * 32 + 2 * i, first + count, c * 16, columns));
+      if constexpr (Finite) {
+        const __m512i exponent = _mm512_set1_epi16(0x7f80);
+        for (auto& pair : v) {
+          const __m512i u = bit_cast<__m512i>(pair);
+          const __mmask32 finite = _mm512_cmpneq_epi16_mask(_mm512_and_si512(u, exponent), exponent);
+          pair = bit_cast<Vec<float>>(_mm512_maskz_mov_epi16(finite, u));
+        }
+      }
       transpose_square<float>(v);
       BFloat16* tile = to + (t * tiles(columns, 16) + c) * kTileElements;
       for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 32, bit_cast<__m512i>(v[i]));

@@ -22,6 +22,7 @@
 #pragma once
 
 #include "attention_amx.h"
+#include "attention_forward.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -240,6 +241,12 @@ SK_INLINE __m512 add_pairs(__m512 sum, __m512i pairs) {
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(ones));
 }
 
+// To the nearest bfloat16, as a float: as round_pairs does it.
+SK_INLINE __m512 round_single(__m512 x) {
+  const __m512i u = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+  return _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
 // The state of 16 queries' softmax while a run of groups goes on.
 struct Softmax {
   __m512 shift, sum, rounded;
@@ -287,7 +294,8 @@ class AmxForward {
         queries_(min(kBlockQ, p.sequence.queries - q0_)),
         groups_((queries_ + kGroup - 1) / kGroup),
         options_(modified(p.shape) || p.shape.dropout.active),
-        modified_(modified(p.shape)) {}
+        modified_(modified(p.shape)),
+        careful_memory_(static_cast<float*>(memory) + t_.elements) {}
 
   void run() {
     pack_groups(pack_columns, p_.query, q0_, queries_, s_.head_dim, t_.query);
@@ -479,18 +487,25 @@ class AmxForward {
         __m512 x = exp2_exact(_mm512_fmadd_ps(_mm512_load_ps(at), c, h[half].shift));
         if (mask) x = _mm512_maskz_mov_ps(mask->seen[half][k], x);
         h[half].sum = _mm512_add_ps(h[half].sum, x);
+        if (s_.dropout.active) {  // of all entries, kept or not, as they will be rounded
+          x = round_single(x);
+          h[half].rounded = _mm512_add_ps(h[half].rounded, x);
+        }
         _mm512_store_ps(at, x);
       }
     }
-    if (s_.dropout.active) drop(s_.dropout, *t_.lanes, k0, part, scores - first, kGroup);
+    if (s_.dropout.active) {
+      Dropout unscaled = s_.dropout;  // the scale would be rounded with each weight: it waits for the end
+      unscaled.scale = 1;
+      drop(unscaled, *t_.lanes, k0, part, scores - first, kGroup);
+    }
     for (int half = 0; half < 2; ++half) {
       for (int64_t i = 0; i < 16; ++i) {
         const float* at = scores + 2 * i * kGroup + 16 * half;
         const __m512i row = round_pairs(_mm512_load_ps(at), _mm512_load_ps(at + kGroup));
-        h[half].rounded = add_pairs(h[half].rounded, row);
+        if (!s_.dropout.active) h[half].rounded = add_pairs(h[half].rounded, row);
         _mm512_store_si512(weights + half * kTileElements + 32 * i, row);
       }
-      if (s_.dropout.active) h[half].rounded = h[half].sum;  // of all entries, kept or not
     }
   }
 
@@ -619,20 +634,34 @@ class AmxForward {
     return {score, shift, __builtin_exp2f(log2 + shift)};
   }
 
+  // Whether M came out right for a query: it does not for scores beyond 2^31, nor for those below -1e30 (masks of the
+  // smallest float), whose sums show it.
+  bool is_sound(int64_t q) const {
+    const float sum = t_.sum[q];
+    if (sum > 0 && sum <= 3e38f) return true;
+    const Range seen = visible_range(band_, q0_ + q, q0_ + q + 1);
+    return sum == 0 && seen.begin == seen.end;
+  }
+
   void finish() const {
     const Sink sink = first_sink();
+    bool sound = true;
+    for (int64_t q = 0; q < queries_; ++q) sound &= is_sound(q);
+    if (!sound) forward_block<BFloat16>(p_, q0_ / kBlockQ, careful_memory_);  // for those rows; the others follow below
     float* lse = static_cast<float*>(p_.lse) + q0_;
     for (int64_t q = 0; q < queries_; ++q) {
+      if (!is_sound(q)) continue;
       // No key, or none that counts: the sink as it is, -inf without one.
       const bool alone = t_.sum[q] == sink.weight && t_.shift[q] == sink.shift;
       lse[q] = alone ? sink.score
                      : static_cast<float>(__builtin_log(static_cast<double>(t_.sum[q])) -
                                           0.6931471805599453 * static_cast<double>(t_.shift[q]));
     }
+    const float scale = s_.dropout.active ? static_cast<float>(s_.dropout.scale) : 1.0f;
     for (int64_t q = 0; q < queries_; q += 16) {
       const __m512 sum = _mm512_load_ps(t_.rounded_sum + q);
       const __mmask16 any = _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-      const __m512 inverse = _mm512_maskz_div_ps(any, _mm512_set1_ps(1), sum);
+      const __m512 inverse = _mm512_maskz_div_ps(any, _mm512_set1_ps(scale), sum);
       for (int64_t v = 0; v * 16 < s_.value_dim; ++v) {
         const float* out = t_.out + ((q / kGroup * 2 * nv_ + v) * 2 + q / 16 % 2) * kSums;
         Vec<float> r[16];
@@ -640,8 +669,9 @@ class AmxForward {
         transpose_square<float>(r);
         const __mmask16 columns = static_cast<__mmask16>(first_lanes(min(16, s_.value_dim - 16 * v)));
         for (int64_t i = 0; i < min(16, queries_ - q); ++i)
-          _mm256_mask_storeu_epi16(at<BFloat16>(p_.out, q0_ + q + i) + 16 * v, columns,
-                                   bit_cast<__m256i>(_mm512_cvtneps_pbh(bit_cast<__m512>(r[i]))));
+          if (is_sound(q + i))
+            _mm256_mask_storeu_epi16(at<BFloat16>(p_.out, q0_ + q + i) + 16 * v, columns,
+                                     bit_cast<__m256i>(_mm512_cvtneps_pbh(bit_cast<__m512>(r[i]))));
       }
     }
   }
@@ -655,9 +685,15 @@ class AmxForward {
   const PackedForward packed_;
   const int64_t q0_, queries_, groups_;
   const bool options_, modified_;
+  void* const careful_memory_;
   Range seen_[kQueryGroups];  // groups of keys that a group of queries sees
   int64_t seen_begin_ = 0, seen_end_ = 0;
 };
+
+// The tiles' memory, and that of the float kernel for rows that need it.
+inline int64_t forward_scratch(const AttentionShape& s) {
+  return (ForwardTiles(s, nullptr).elements + ForwardScratch<float>(s, nullptr).elements) * 4;
+}
 
 inline void forward(const AttentionForward& p, int64_t query_block, void* memory) {
   const auto run = [&](auto key_depth, auto value_depth) {

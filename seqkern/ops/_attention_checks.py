@@ -133,6 +133,8 @@ def check_softcap(op: str, softcap: float | None) -> float:
         raise TypeError(f"{op}: softcap must be a number or None, got {type(softcap).__name__}")
     if not 0 <= softcap <= _LARGEST:
         raise ValueError(f"{op}: softcap must be a finite number >= 0, got {softcap}")
+    if 0 < softcap < 1e-30:  # its reciprocal would not be finite
+        raise ValueError(f"{op}: softcap must be 0 (none) or at least 1e-30, got {softcap}")
     return float(softcap)
 
 
@@ -147,7 +149,8 @@ def check_band(op: str, causal: bool, window: Sequence[int | None] | None) -> tu
             raise TypeError(f"{op}: window must have whole numbers or None in it, got {window!r}")
         if side is not None and side < -1:
             raise ValueError(f"{op}: window must have numbers >= 0 in it (-1 or None: no limit), got {tuple(window)}")
-    left, right = (-1 if side is None else side for side in window)
+    # A side beyond 2^62 is longer than any sequence, and would not fit the op.
+    left, right = (-1 if side is None or isinstance(side, int) and side >= 2**62 else side for side in window)
     return left, 0 if causal else right
 
 

@@ -364,6 +364,9 @@ def attention_decode(
     check_head_dim(op, query, key_cache)
     check_batch(op, query, key_cache, value_cache, ("key_cache", "value_cache"))
     batch, _, queries, head_dim = query.shape
+    for name, t in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if any(t.shape[d] > 1 and t.stride(d) == 0 for d in range(3)):
+            raise ValueError(f"{op}: {name} must have memory of its own for every row, got strides {t.stride()}")
     room = key_cache.shape[2]
     if value_cache.shape[2] != room:
         raise ValueError(f"{op}: value_cache must have the key_cache's {room} rows, got shape {shape_of(value_cache)}")
