@@ -148,7 +148,7 @@ def cases(draw):
 
 
 @given(case=cases(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_combination(case, dtype):
     for report in check_case(attention_case(**case), dtype):
         # Of a few numbers torch may have no error at all by luck.
@@ -238,8 +238,8 @@ def test_the_diagonal_comes_from_the_shapes():
     torch.testing.assert_close(ours, attention(query, key, value, causal=True, attn_mask=hidden))
 
 
-@pytest.mark.parametrize("window", [(0, 0), (5, 0), (0, 70), (3, None), (None, 2), (-1, -1), (64, 64), (2**62, 2**62)])
-@pytest.mark.parametrize(("queries", "keys"), [(150, 150), (70, 200), (200, 70)])
+@pytest.mark.parametrize("window", [(0, 0), (5, 0), (0, 70), (3, None), (-1, 2), (64, 64), (2**62, 2**62)])
+@pytest.mark.parametrize(("queries", "keys"), [(70, 200), (200, 70)])
 @pytest.mark.parametrize("align", ["lower_right", "upper_left"])
 def test_window(window, queries, keys, align, isa):
     inputs = qkv(queries, keys, dtype=torch.float64)
@@ -467,7 +467,7 @@ def small(bool_mask=False):
     def leaf(*shape):
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
-    inputs = [leaf(1, 2, 3, 2), leaf(1, 1, 4, 2), leaf(1, 1, 4, 2), leaf(1, 2, 3, 4), leaf(2), leaf(2)]
+    inputs = [leaf(1, 2, 3, 1), leaf(1, 1, 4, 1), leaf(1, 1, 4, 2), leaf(1, 1, 3, 4), leaf(2), leaf(2)]
     options = {"causal": True, "window": (2, None), "softcap": 1.5, "dropout_p": 0.3, "return_lse": True, "scale": 0.7}
     options["key_lengths"] = torch.tensor([3])
     hidden = torch.rand(1, 2, 3, 4) < 0.3
