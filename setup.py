@@ -28,8 +28,19 @@ X86_TIERS = {
     "generic": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # gcc 12 warns about its own avx512 intrinsics header.
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-Wno-maybe-uninitialized"],
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mprfchw",
+        "-mfma",
+        "-mf16c",
+        "-Wno-maybe-uninitialized",
+    ],
 }
+# Units for the matrix tiles of newer x86 servers, where the compiler knows them: *_amx.cpp, in one tier only.
+AMX_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-fno-exceptions"]
 TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
 
 
@@ -62,6 +73,17 @@ class NinjaBuildExt(build_ext):
             raise SystemExit("seqkern: the C++ build failed, see the compiler's message above")
 
 
+def knows_amx() -> bool:
+    """Whether this is Linux on x86-64 and the compiler can build for AMX."""
+    if len(TIERS) == 1 or not sys.platform.startswith("linux"):
+        return False
+    command = [*os.environ.get("CXX", "g++").split(), *AMX_FLAGS, "-x", "c++", "-E", "-", "-o", os.devnull]
+    try:
+        return subprocess.run(command, input=b"", capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False  # the build itself will say so
+
+
 def ninja_file(output: Path, torch_dir: Path) -> str:
     include = torch_dir / "include"
     host_flags = [
@@ -69,9 +91,10 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         f"-isystem {quote(include)}",
         f"-isystem {quote(include / 'torch' / 'csrc' / 'api' / 'include')}",
     ]
+    amx = knows_amx()
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
-        f"flags = {' '.join(COMMON_FLAGS)} {os.environ.get('CXXFLAGS', '')}".rstrip(),
+        f"flags = {' '.join(COMMON_FLAGS)} -DSK_AMX={int(amx)} {os.environ.get('CXXFLAGS', '')}".rstrip(),
         f"ldflags = {os.environ.get('LDFLAGS', '')}".rstrip(),
         f"includes = -I{quote(CSRC)} -I{quote(CSRC / 'common')}",
         "rule compile",
@@ -88,6 +111,8 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         relative = source.relative_to(CSRC).with_suffix("")
         if source.name.endswith("_cpu.cpp"):
             units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in TIERS.items()]
+        elif source.name.endswith("_amx.cpp"):
+            units = [(f"{relative}.o", ["-DSK_TIER=amx", *AMX_FLAGS])] if amx else []
         else:
             units = [(f"{relative}.o", host_flags)]
         for name, flags in units:

@@ -31,37 +31,41 @@ class Contest:
 
     op: str
     shape: str
-    mode: str  # "forward", "forward+backward"
+    mode: str  # "forward", "backward", "forward+backward"
     dtype: torch.dtype
     device: str
     ours: Thunk
     peers: dict[str, Thunk]
     gate: Callable[[], Sequence[ErrorReport]]
     cost: Cost
+    reads: bool = False  # whether nearly all of its bytes are read: then the roofline has the bandwidth of reading
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """What this machine reaches: the rate of a large matrix product and the bandwidth of a large copy."""
+    """What this machine reaches: the rate of a large matrix product, the bandwidth of a large copy and of reading."""
 
     flops_per_second: float
     bytes_per_second: float
+    read_bytes_per_second: float
 
-    def seconds(self, cost: Cost) -> float:
+    def seconds(self, cost: Cost, reads: bool = False) -> float:
         """The least time that the work can take."""
-        return max(cost.flops / self.flops_per_second, cost.bytes / self.bytes_per_second)
+        bandwidth = self.read_bytes_per_second if reads else self.bytes_per_second
+        return max(cost.flops / self.flops_per_second, cost.bytes / bandwidth)
 
 
 @functools.cache
 def roofline(dtype: torch.dtype, device: str) -> Roofline:
-    """Measured once a process: best of several, products of 2048 x 2048 (8192 on a GPU), copies of 256 MB."""
+    """Measured once a process: best of several, products of 2048 x 2048 (8192 on a GPU), copies and sums of 256 MB."""
     n = 8192 if device == "cuda" else 2048
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     source = torch.randn(2**26, device=device)
     target = torch.empty_like(source)
     product = min(seconds(lambda: a @ b, device) for _ in range(8))
     copy = min(seconds(lambda: target.copy_(source), device) for _ in range(8))
-    return Roofline(2 * n**3 / product, 2 * source.nbytes / copy)
+    read = min(seconds(source.sum, device) for _ in range(8))
+    return Roofline(2 * n**3 / product, 2 * source.nbytes / copy, source.nbytes / read)
 
 
 def seconds(call: Thunk, device: str, calls: int = 1) -> float:
@@ -94,6 +98,18 @@ def forward_backward(function: Callable[..., Any], inputs: Sequence[torch.Tensor
     return call
 
 
+def backward_only(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Thunk:
+    """As forward_backward, on the graph of one forward pass, which every call uses again."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    outputs = _tensors(function(*leaves))
+    cotangents = [torch.randn_like(t) for t in outputs]
+
+    def call() -> Any:
+        return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+
+    return call
+
+
 def forward_only(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Thunk:
     def call() -> Any:
         with torch.no_grad():
@@ -109,6 +125,8 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds: int = 7) -> None:
     """Checks the contest, times it for about `budget` seconds, and stores the result with the benchmark.
 
+    At least `min_rounds`, of which three are enough for what takes longer than the clock and the machine stutter.
+
     Raises:
         AssertionError: the gate failed; nothing is timed.
     """
@@ -121,7 +139,7 @@ def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds
     slowest = max(seconds(call, contest.device) for call in contestants.values())
     # Short calls are repeated inside a round until the clock's grain and the round's own cost do not show.
     calls = max(1, min(1000, int(2e-3 / slowest)))
-    rounds = max(min_rounds, min(200, int(budget / (slowest * calls * len(contestants)))))
+    rounds = max(3 if slowest > 0.3 else min_rounds, min(200, int(budget / (slowest * calls * len(contestants)))))
     times: dict[str, list[float]] = {name: [] for name in contest.peers}
 
     def peers() -> None:
@@ -150,8 +168,8 @@ def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds
         gflops_per_second=contest.cost.flops / statistics.median(own) / 1e9,
         gbytes_per_second=contest.cost.bytes / statistics.median(own) / 1e9,
         roofline_gflops_per_second=roof.flops_per_second / 1e9,
-        roofline_gbytes_per_second=roof.bytes_per_second / 1e9,
-        share_of_roofline=roof.seconds(contest.cost) / statistics.median(own),
+        roofline_gbytes_per_second=(roof.read_bytes_per_second if contest.reads else roof.bytes_per_second) / 1e9,
+        share_of_roofline=roof.seconds(contest.cost, contest.reads) / statistics.median(own),
     )
 
 

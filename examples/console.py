@@ -112,20 +112,63 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
 def cost_table(result: dict[str, Any], direction: str) -> Table:
-    points = [p for p in result["points"] if p["direction"] == direction]
-    names = list(dict.fromkeys(p["implementation"] for p in points))
-    table = Table("N", *names, title=f"One head of width {result['width']}, {direction}: time, peak extra memory")
-    for length in sorted({p["length"] for p in points}):
-        cells = {p["implementation"]: p for p in points if p["length"] == length}
-        shown = (
-            f"{seconds(c['seconds'])}, {megabytes(c['peak_bytes'])}" if (c := cells.get(n)) else "-" for n in names
-        )
-        table.add_row(str(length), *shown)
+    """float32 attention beside the LSTMs."""
+    shown: dict[str, Cell] = dict.fromkeys(
+        result["compared"], lambda point: f"{seconds(point['seconds'])}, {megabytes(point['peak_bytes'])}"
+    )
+    title = f"One head of width {result['width']}, float32, {_measured(result, direction)}"
+    table = _by_length(result, direction, shown, title)
     table.add_section()
-    fits = {e["implementation"]: e for e in result["exponents"] if e["direction"] == direction}
-    table.add_row("exponent", *(f"{optional(fits[n]['time'])}, {optional(fits[n]['memory'])}" for n in names))
+    table.add_row("exponent", *(_exponents(result, name, direction) for name in shown))
     return table
+
+
+def variants_table(result: dict[str, Any], direction: str) -> Table:
+    """Attention in bfloat16 and with a window, and what each makes of the machine; float32 is in the other table."""
+
+    def share(point: dict[str, Any]) -> str:
+        return percent(point["share_of_gemm"])
+
+    def everything(point: dict[str, Any]) -> str:
+        return f"{seconds(point['seconds'])}, {megabytes(point['peak_bytes'])}, {share(point)}"
+
+    compared = set(result["compared"])
+    shown: dict[str, Cell] = {name: share if name in compared else everything for name in result["variants"]}
+    title = f"Variants of attention, {_measured(result, direction)}, share of GEMM"
+    table = _by_length(result, direction, shown, title)
+    table.add_section()
+    table.add_row("exponent", *("" if n in compared else _exponents(result, n, direction) for n in shown))
+    rates = (f"{rate / 1e9:,.0f} in {dtype}" for dtype, rate in result["gemm"]["flops_per_second"].items())
+    table.caption = f"window of {result['window']}; GEMM, a large matrix product, GFLOP/s: {', '.join(rates)}"
+    return table
+
+
+Cell = Callable[[dict[str, Any]], str]  # what a table says of a point
+
+
+def _measured(result: dict[str, Any], direction: str) -> str:
+    passes = result["memory_of"][direction]
+    return f"{direction}: time, peak extra memory{'' if passes == direction else f' of {passes}'}"
+
+
+def _by_length(result: dict[str, Any], direction: str, shown: dict[str, Cell], title: str) -> Table:
+    """A row for each length, a column for each implementation."""
+    points = {(p["length"], p["implementation"]): p for p in result["points"] if p["direction"] == direction}
+    table = Table("N", *shown, title=title)
+    for length in sorted({length for length, _ in points}):
+        cells = {name: points.get((length, name)) for name in shown}
+        table.add_row(str(length), *("-" if p is None else shown[name](p) for name, p in cells.items()))
+    return table
+
+
+def _exponents(result: dict[str, Any], name: str, direction: str) -> str:
+    fit = next(e for e in result["exponents"] if (e["implementation"], e["direction"]) == (name, direction))
+    return f"{optional(fit['time'])}, {optional(fit['memory'])}"
 
 
 def training_table(results: Sequence[dict[str, Any]]) -> Table:

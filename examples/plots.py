@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 # Colours that stay apart for colour-blind readers (Okabe & Ito); the same library has the same colour everywhere.
 TORCH, SEQKERN, GREY = "#d55e00", "#0072b2", "#777777"
@@ -21,36 +21,64 @@ STYLE: dict[str, dict[str, Any]] = {
     "seqkern": THIN | {"marker": "o"},
     "torch LSTM": WIDE | {"marker": "^", "linestyle": "--"},
     "seqkern LSTM": THIN | {"marker": "^", "linestyle": "--"},
+    "torch SDPA bfloat16": WIDE | {"marker": "D", "linestyle": "--"},
+    "seqkern bfloat16": THIN | {"marker": "D", "linestyle": "--"},
+    "seqkern window": THIN | {"marker": "v", "linestyle": ":"},
 }
 
 
 def cost_figure(result: dict[str, Any]) -> Figure:
-    """Time above, memory below; forward on the left, forward and backward on the right; log-log."""
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True, sharey="row")
-    for column, direction in enumerate(("forward", "forward+backward")):
-        points = [p for p in result["points"] if p["direction"] == direction]
-        fits = {e["implementation"]: e for e in result["exponents"] if e["direction"] == direction}
-        for row, (quantity, key, scale) in enumerate((("time", "seconds", 1e3), ("memory", "peak_bytes", 1e-6))):
-            ax = axes[row, column]
-            for name, style in STYLE.items():
-                drawn = [(p["length"], p[key] * scale) for p in points if p["implementation"] == name and p[key]]
-                if not drawn:
-                    continue
-                exponent = fits[name][quantity]
-                label = name if exponent is None else f"{name}, grows as $N^{{{exponent:.2f}}}$"
-                ax.plot(*zip(*drawn, strict=True), label=label, **style)
-            _log_log(ax, sorted({p["length"] for p in points}))
-            ax.set_title(f"{'Time' if row == 0 else 'Peak extra memory'}, {direction}", loc="left")
-            ax.legend(fontsize=8, frameon=False)
+    """float32 attention beside the LSTMs: time above, memory below; forward on the left, backward on the right."""
+    figure, axes = _by_direction(result, result["compared"], ("seconds", "peak_bytes"))
+    for column, direction in enumerate(result["memory_of"]):
         for cross in result["crossovers"]:
             if cross["direction"] == direction and cross["length"] is not None:
                 color = STYLE[cross["attention"]]["color"]
                 axes[0, column].axvline(cross["length"], color=color, linewidth=0.8, linestyle=":")
-        axes[1, column].set_xlabel("sequence length N")
-    axes[0, 0].set_ylabel("milliseconds")
-    axes[1, 0].set_ylabel("megabytes")
     return figure
+
+
+def variants_figure(result: dict[str, Any]) -> Figure:
+    """Attention in two dtypes and with a window: time, memory, and the share of the speed of a matrix product."""
+    figure, axes = _by_direction(result, result["variants"], ("seconds", "peak_bytes", "share_of_gemm"))
+    for ax in axes[2]:
+        ax.set_yscale("linear")
+        ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_formatter(PercentFormatter(xmax=100, decimals=0))
+    return figure
+
+
+# What is drawn of a point: its name, the factor to the axis' unit, that unit, and which fitted exponent belongs to it.
+QUANTITIES: dict[str, tuple[str, float, str, str | None]] = {
+    "seconds": ("Time", 1e3, "milliseconds", "time"),
+    "peak_bytes": ("Peak extra memory", 1e-6, "megabytes", "memory"),
+    "share_of_gemm": ("Share of GEMM", 100.0, "of the rate of a large matrix product", None),
+}
+
+
+def _by_direction(result: dict[str, Any], names: Sequence[str], quantities: Sequence[str]) -> tuple[Figure, Any]:
+    """A row of axes for each quantity, a column for each direction, a line for each implementation; log-log."""
+    figure = Figure(figsize=(11, 0.5 + 4 * len(quantities)), layout="constrained")
+    axes = figure.subplots(len(quantities), 2, sharex=True, sharey="row")
+    for column, (direction, passes) in enumerate(result["memory_of"].items()):
+        points = [p for p in result["points"] if p["direction"] == direction]
+        fits = {e["implementation"]: e for e in result["exponents"] if e["direction"] == direction}
+        for row, key in enumerate(quantities):
+            ax, (title, scale, unit, fitted) = axes[row, column], QUANTITIES[key]
+            for name in sorted(names, key=list(STYLE).index):
+                drawn = [(p["length"], p[key] * scale) for p in points if p["implementation"] == name and p[key]]
+                if not drawn:
+                    continue
+                exponent = fits[name][fitted] if fitted else None
+                label = name if exponent is None else f"{name}, grows as $N^{{{exponent:.2f}}}$"
+                ax.plot(*zip(*drawn, strict=True), label=label, **STYLE[name])
+            _log_log(ax, sorted({p["length"] for p in points}))
+            ax.set_title(f"{title}, {passes if key == 'peak_bytes' else direction}", loc="left")
+            ax.legend(fontsize=8, frameon=False)
+            if column == 0:
+                ax.set_ylabel(unit)
+        axes[-1, column].set_xlabel("sequence length N")
+    return figure, axes
 
 
 def _log_log(ax: Axes, lengths: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ def write(results: dict[str, Any], directory: Path) -> Path:
     figures: dict[str, str] = {}
     if results.get("cost"):
         figures["cost"] = _save(plots.cost_figure(results["cost"]), directory / "cost")
+        figures["variants"] = _save(plots.variants_figure(results["cost"]), directory / "variants")
     for trained in results.get("training", []):
         figure = plots.loss_figure(trained, results["text"]["baselines"], results["limits"])
         figures[trained["model"]] = _save(figure, directory / f"loss_{trained['model'].lower()}")
@@ -42,7 +43,8 @@ def render(results: dict[str, Any], figures: dict[str, str]) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"seconds": console.seconds, "megabytes": console.megabytes, "optional": console.optional}
+    for formatter in (console.seconds, console.megabytes, console.optional, console.percent):
+        environment.filters[formatter.__name__] = formatter
     return environment.get_template("report.html.j2").render(figures=figures, **results)
 
 

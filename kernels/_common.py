@@ -32,6 +32,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # its constexpr parameters
     num_warps: int = 4
     num_stages: int = 1
+    registers: int | None = None  # a thread's limit. None leaves it to ptxas, which may spill to fit more programs
 
 
 def run(plan: Iterable[Launch], device: torch.device) -> None:
@@ -42,6 +43,8 @@ def run(plan: Iterable[Launch], device: torch.device) -> None:
     for step in plan:
         if 0 not in step.grid:
             options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
+            if step.registers is not None and torch.version.hip is None:
+                options["maxnreg"] = step.registers
             step.kernel[step.grid](*step.arguments, **step.constants, **options)
 
 
@@ -149,12 +152,12 @@ def head_rows(pointer, strides, b, h, row, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def store_tile(pointer, tile, rows, columns):
-    """Writes a tile to the contiguous (rows, columns) matrix at `pointer`, as far as that goes."""
+def store_tile(pointer, tile, rows, columns, stride):
+    """Writes a tile to the (rows, columns) matrix at `pointer`, as far as that goes."""
     row = tl.arange(0, tile.shape[0])
     column = tl.arange(0, tile.shape[1])
-    at = pointer + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(at, tile.to(pointer.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+    at = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
+    tl.store(at, rounded(tile, pointer.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Attention, forward and backward, in Triton.
+"""Attention with every option, forward and backward, in Triton.
 
 The idea. Neither the scores nor their gradients ever reach memory. The forward pass walks the keys block by block
 beside a tile of queries and keeps a running maximum and sum of each row (online softmax: Milakov & Gimelshein 2018;
@@ -6,14 +6,24 @@ Dao et al. 2022); of the softmax only lse is stored. The backward pass recompute
 passes that each own what they write: dQ over query tiles (which also computes delta), then dK and dV over key tiles,
 summed over the query heads of a group. No atomics: the same bits every run.
 
-The equations, with s = scale q.k over the visible keys j <= i + diagonal:
+The equations, with diag = diagonal, or diagonal + nk - nq, and z = -inf outside the band i + low <= j <= i + high:
 
-    lse_i = log sum_j e^s_ij      p_ij = e^(s_ij - lse_i)         out_i = sum_j p_ij v_j
-    dv_j = sum_i p_ij do_i        dp_ij = do_i.v_j                delta_i = do_i.out_i - dlse_i
-    ds_ij = p_ij (dp_ij - delta_i)    dq_i = scale sum_j ds_ij k_j    dk_j = scale sum_i ds_ij q_i
+    s_ij = scale q_i.k_j      t_ij = softcap tanh(s_ij / softcap)      z_ij = t_ij - slope |i + diag - j| + mask_ij
+    lse_i = log (sum_j e^z_ij + e^sink)                   p_ij = e^(z_ij - lse_i)         out_i = sum_j r_ij p_ij v_j
+    dv_j = sum_i r_ij p_ij do_i   dp_ij = r_ij do_i.v_j   delta_i = do_i.out_i - dlse_i
+    dz_ij = p_ij (dp_ij - delta_i)                        ds_ij = dz_ij (1 - (t_ij / softcap)^2)
+    dq_i = scale sum_j ds_ij k_j  dk_j = scale sum_i ds_ij q_i
+    dmask = dz, summed over what the mask is broadcast over           ddistance_i = sum_j dz_ij |i + diag - j|
 
-Exponentials are powers of two with scale log2(e) folded into one multiplication. A row that sees no key gives out 0,
-lse -inf and zero gradients. Blocks above the diagonal are never visited, and only edge blocks compute a mask.
+with r_ij = 1 / (1 - p_drop) where dropout keeps (i, j), else 0. What a tile needs of this stands in
+_attention_blocks.py, decoding (few queries, many keys) in _attention_decode.py, tiles and arguments in
+_attention_plans.py.
+
+Exponentials are powers of two. Blocks outside the band are never visited, and only the blocks at its edges compare
+positions: a window is a left edge, a middle and a right edge. A row that sees no key gives out 0, lse -inf and zero
+gradients. The gradient of a mask per sequence and head is written by the dQ pass, which meets every score once; a mask
+that several share has a kernel that owns its tiles and walks those who share it, in order. Packed sequences read their
+starts from device memory; tiles beyond a sequence's length end at once.
 
 What was tried, judged by the compiler's register report (no GPU speed has been measured yet):
 - one loop with a branch around the mask instead of two loops: a third fewer registers, but Triton then no longer sees
@@ -22,23 +32,52 @@ What was tried, judged by the compiler's register report (no GPU speed has been 
   sm_90; as one flat loop none;
 - 64-bit offset tensors for lse and delta: some 500 bytes of spills; a 64-bit scalar base and 32-bit offsets: none;
 - fp32 "ieee" and fp64 with whole tiles as operands: spills from head dimension 128 on, in kilobytes at 256; see
-  `tile_scores`. The loop over slices must not unroll, so head dimensions are runtime arguments.
-"""
+  `tile_scores`. The loop over slices must not unroll, so head dimensions are runtime arguments;
+- a mask through offsets of 64 bits, or with a base that is not known to be a multiple of 8: single elements are loaded,
+  some 250 bytes of spills at D 128; offsets of 32 bits and 16-byte loads: none with key blocks of half the size;
+- packed sequences whose lengths live across the loop: up to 40 bytes at D 256; read again behind it: none;
+- ptxas would rather fit two programs and spill 8 to 100 bytes of many kernels with options; a limit of 255 registers
+  stops that, but adds to the spills of some that are full already (36 bytes become 256 with a packed window at D 256
+  on sm_100, there with blocks of 32 keys none);
+- the shared mask's gradient with whole tiles as operands: over 1000 bytes at D 256; in slices of 64 columns none.
 
-import math
+Known and open: on sm_80 and sm_120 single options at D 64 in 16 bits still spill 16 to 88 bytes in the backward pass.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
+from ._attention_blocks import (
+    LN2,
+    LOG2E,
+    NATURAL,
+    band,
+    biased,
+    distance,
+    forward_blocks,
+    head_mask,
+    key_range,
+    packed_rows,
+    power,
+    query_range,
+    result_rows,
+    rows_to_units,
+    score_factor,
+    sequence,
+    visible,
+    zero_gaps,
+)
+from ._attention_decode import decodes, plan_decode
+from ._attention_plans import SIZES, plan, prepare, result, statistics
 from ._common import (
-    TRITON_DTYPE,
-    Launch,
     accumulator,
     aligned,
     dot,
     head_rows,
+    keep_mask,
     load_tile,
+    rounded,
     run,
     scalar,
     shared_memory,
@@ -47,419 +86,576 @@ from ._common import (
     unit_last,
 )
 
-LOG2E = tl.constexpr(math.log2(math.e))
-_SIZES = ["diagonal", "H", "Hk", "Nq", "Nk", "D", "DV", "g_strides", "q_strides", "k_strides", "v_strides", "o_strides"]
-LN2 = tl.constexpr(math.log(2.0))
-
-
 # fmt: off
 # Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
 
-@triton.jit
-def _key_range(query0, Nq, Nk, diagonal, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """How many keys the queries from query0 on see at all, and how many of them every one of those queries sees."""
-    last = Nk
-    full = Nk
-    if CAUSAL:
-        last = tl.minimum(Nk, tl.maximum(0, tl.minimum(query0 + BLOCK_Q, Nq) + diagonal))
-        full = tl.minimum(Nk, tl.maximum(0, query0 + 1 + diagonal))
-    return last, full
-
-
-@triton.jit
-def _visible(query0, key0, Nk, diagonal, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Which keys a tile of queries sees, (BLOCK_Q, BLOCK_K)."""
-    i = query0 + tl.arange(0, BLOCK_Q)
-    j = key0 + tl.arange(0, BLOCK_K)
-    visible = (j < Nk)[None, :]
-    if CAUSAL:
-        visible = visible & (j[None, :] <= i[:, None] + diagonal)
-    return visible
-
-
-@triton.jit
-def _forward_blocks(
-    acc, row_max, row_sum, query, query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride, first, last, query0,
-    diagonal, scale, Nq, Nk, D, DV,
-    CAUSAL: tl.constexpr, EDGE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
-):
-    """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries."""
-    for key0 in range(first, last, BLOCK_K):
-        key_at = key_ptr + key0 * k_stride
-        key = load_tile(key_at, Nk - key0, D, k_stride, BLOCK_K, query.shape[1], EDGE)
-        score = tile_scores(
-            query, query_ptr, Nq - query0, q_stride, key, key_at, Nk - key0, k_stride, D, ACC, SLICE, PRECISION
-        )
-        if EDGE:
-            visible = _visible(query0, key0, Nk, diagonal, CAUSAL, query.shape[0], BLOCK_K)
-            score = tl.where(visible, score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, 1) * scale)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key yet: exp2(-inf - 0) = 0, not NaN
-        p = tl.exp2(score * scale - shift[:, None])
-        decay = tl.exp2(row_max - shift)
-        row_sum = row_sum * decay + tl.sum(p, 1)
-        row_max = new_max
-        value = load_tile(value_ptr + key0 * v_stride, Nk - key0, DV, v_stride, BLOCK_K, BLOCK_DV, EDGE)
-        acc = dot(p.to(value.dtype), value, acc * decay[:, None], PRECISION)
-    return acc, row_max, row_sum
-
-
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr,
-    q_strides, k_strides, v_strides, scale: tl.float64, diagonal, H, Hk, Nq, Nk, D, DV,
-    CAUSAL: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, sinks_ptr, out_ptr, lse_ptr, q_strides, k_strides, v_strides,
+    mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
+    S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
+    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
-    blocks = tl.cdiv(Nq, BLOCK_Q)
+    blocks = tl.cdiv(max_queries, BLOCK_Q)
     query0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
     head = (tl.program_id(0) // blocks).to(tl.int64)
-    b = head // H
+    s = head // H
     h = head % H
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, query0, ALIGNED)
-    key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, 0, ALIGNED)
-    value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, 0, ALIGNED)
-    scale = scalar(scale, ACC) * LOG2E
-    last, full = _key_range(query0, Nq, Nk, diagonal, CAUSAL, BLOCK_Q)
-
-    query = load_tile(query_ptr, Nq - query0, D, q_stride, BLOCK_Q, BLOCK_D)
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], ACC)
-    row_max = tl.full([BLOCK_Q], float("-inf"), ACC)  # of scale log2(e) q.k, over the keys seen so far
-    row_sum = tl.zeros([BLOCK_Q], ACC)
-    full = full // BLOCK_K * BLOCK_K
-    acc, row_max, row_sum = _forward_blocks(
-        acc, row_max, row_sum, query, query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride,
-        0, full, query0, diagonal, scale, Nq, Nk, D, DV, CAUSAL, False, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE
+    b, query_start, nq, key_start, _key_rows, nk = sequence(
+        s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    acc, row_max, row_sum = _forward_blocks(
-        acc, row_max, row_sum, query, query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride,
-        full, last, query0, diagonal, scale, Nq, Nk, D, DV, CAUSAL, True, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE
+    diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
+    keys = nk
+    if query_starts_ptr is not None:
+        keys = tl.where(query0 < nq, nk, 0)  # a tile beyond the sequence meets none
+    first, full, edge, last = key_range(query0, nq, keys, low, high, BLOCK_Q, BLOCK_K)
+    query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, query_start + query0, ALIGNED)
+    key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, key_start, ALIGNED)
+    value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, key_start, ALIGNED)
+    slope = None if slopes_ptr is None else tl.load(slopes_ptr + head)
+    mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
+    tiles = (query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride)
+    place = (query0, (b * H + h) * Nq + query_start + query0, nq, nk, diagonal, D, DV)
+    keep_scale = scalar(keep_scale, ACC)
+    numbers = (scalar(scale, ACC), scalar(softcap, ACC), keep_scale, threshold)
+
+    query = load_tile(query_ptr, nq - query0, D, q_stride, BLOCK_Q, BLOCK_D)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], ACC)
+    row_max = tl.full([BLOCK_Q], float("-inf"), ACC)  # over the keys seen so far, in the units of `power`
+    row_sum = tl.zeros([BLOCK_Q], ACC)
+    i = (query0 + tl.arange(0, BLOCK_Q))[:, None]
+    if sinks_ptr is not None:  # a key of its own, whose value is 0
+        sink = tl.load(sinks_ptr + h)
+        row_max = tl.maximum(row_max, sink if UNITS == NATURAL else sink * LOG2E)
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0).to(ACC)
+    if low is not None:
+        acc, row_max, row_sum = forward_blocks(
+            acc, row_max, row_sum, query, i, tiles, first, tl.minimum(full, last), place, low, high, numbers, slope,
+            mask_at, mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
+        )
+    acc, row_max, row_sum = forward_blocks(
+        acc, row_max, row_sum, query, i, tiles, full, edge, place, low, high, numbers, slope, mask_at,
+        mask_row, seed, False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
+    )
+    acc, row_max, row_sum = forward_blocks(
+        acc, row_max, row_sum, query, i, tiles, edge, last, place, low, high, numbers, slope, mask_at,
+        mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
     )
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key: out 0, lse -inf
-    first = head * Nq + query0
-    store_tile(out_ptr + first * DV, acc / row_sum[:, None], Nq - query0, DV)
+    out = acc / row_sum[:, None]
+    if seed is not None:
+        out *= keep_scale
+    if query_starts_ptr is not None:
+        query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
+    out_ptr, o_stride = result_rows(out_ptr, query_starts_ptr, head, h, H, Nq, DV)
+    lse_ptr += (b * H + h) * Nq if query_starts_ptr is not None else head * Nq
+    first_row = query_start + query0
+    store_tile(out_ptr + first_row * o_stride, out, nq - query0, DV, o_stride)
+    lse = row_max + tl.log2(row_sum) * LN2 if UNITS == NATURAL else (row_max + tl.log2(row_sum)) * LN2
     row = tl.arange(0, BLOCK_Q)
-    tl.store(lse_ptr + first + row, (row_max + tl.log2(row_sum)) * LN2, mask=row < Nq - query0)
+    tl.store(lse_ptr + first_row + row, lse, mask=row < nq - query0)
+    if query_starts_ptr is not None:
+        program = s * blocks + query0 // BLOCK_Q
+        zero_gaps(out_ptr, o_stride, query_starts_ptr, S, Nq, DV, 0.0, program, S * blocks, BLOCK_Q, BLOCK_DV)
+        zero_gaps(lse_ptr, 1, query_starts_ptr, S, Nq, 1, float("-inf"), program, S * blocks, BLOCK_Q, 1)
 
 
 @triton.jit
 def _grad_query_blocks(
-    grad_query, query, query_ptr, q_stride, grad_out, grad_out_ptr, g_stride, lse, delta, key_ptr, k_stride,
-    value_ptr, v_stride, first, last, query0, diagonal, scale, Nq, Nk, D, DV,
-    CAUSAL: tl.constexpr, EDGE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICE: tl.constexpr,
+    grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_ptr, first, last, place, low, high,
+    numbers, slope, mask_ptr, mask_row, seed,
+    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
 ):
-    rows = Nq - query0
+    query_ptr, q_stride, grad_out_ptr, g_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
+    query0, first_row, nq, nk, diagonal, D, DV, max_keys = place
+    scale, softcap, keep_scale, threshold = numbers
+    rows = nq - query0
+    row = tl.arange(0, query.shape[0])
+    i = (query0 + row)[:, None]
+    factor = score_factor(scale, UNITS)
     for key0 in range(first, last, BLOCK_K):
         key_at = key_ptr + key0 * k_stride
         value_at = value_ptr + key0 * v_stride
-        keys = Nk - key0
+        keys = nk - key0
         key = load_tile(key_at, keys, D, k_stride, BLOCK_K, query.shape[1], EDGE)
         score = tile_scores(query, query_ptr, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
-        p = tl.exp2(score * scale - lse[:, None])
+        column = tl.arange(0, BLOCK_K)
+        j = (key0 + column)[None, :]
+        z, bent = biased(
+            score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr,
+            mask_row, EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
+        )
+        p = power(z, lse[:, None], factor, UNITS)
         if EDGE:
-            p = tl.where(_visible(query0, key0, Nk, diagonal, CAUSAL, query.shape[0], BLOCK_K), p, 0.0)
+            p = tl.where(visible(i, j, nk, low, high), p, 0.0)
         value = load_tile(value_at, keys, DV, v_stride, BLOCK_K, grad_out.shape[1], EDGE)
         grad_p = tile_scores(
             grad_out, grad_out_ptr, rows, g_stride, value, value_at, keys, v_stride, DV, ACC, SLICE, PRECISION
         )
+        if seed is not None:
+            grad_p = tl.where(keep_mask(seed, first_row + row, key0, threshold, BLOCK_K), grad_p * keep_scale, 0.0)
         grad_score = p * (grad_p - delta[:, None])
+        if grad_distance is not None:
+            grad_distance += tl.sum(grad_score * distance(i, j, diagonal, ACC), 1)
+        if grad_mask_ptr is not None:
+            at = grad_mask_ptr + key0 + (row[:, None] * max_keys + column[None, :])
+            tl.store(at, rounded(grad_score, grad_mask_ptr.dtype.element_ty), mask=(i < nq) & (j < nk))
+        if SOFTCAP:
+            grad_score *= 1.0 - bent * bent
         grad_query = dot(grad_score.to(key.dtype), key, grad_query, PRECISION)
-    return grad_query
+    return grad_query, grad_distance
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _grad_query_kernel(
     grad_out_ptr, grad_lse_ptr, query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, delta_ptr, grad_query_ptr,
-    g_strides, q_strides, k_strides, v_strides, o_strides, scale: tl.float64, diagonal, H, Hk, Nq, Nk, D, DV,
-    CAUSAL: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
+    grad_distance_ptr, grad_mask_ptr, g_strides, q_strides, k_strides, v_strides, o_strides,
+    mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
+    S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
+    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
-    blocks = tl.cdiv(Nq, BLOCK_Q)
+    blocks = tl.cdiv(max_queries, BLOCK_Q)
     query0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
     head = (tl.program_id(0) // blocks).to(tl.int64)
-    b = head // H
+    s = head // H
     h = head % H
     hk = h // (H // Hk)
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    grad_out_ptr, g_stride = head_rows(grad_out_ptr, g_strides, b, h, query0, ALIGNED)
-    query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, query0, ALIGNED)
-    out_ptr, o_stride = head_rows(out_ptr, o_strides, b, h, query0, ALIGNED)
-    key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, 0, ALIGNED)
-    value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, 0, ALIGNED)
+    b, query_start, nq, key_start, _key_rows, nk = sequence(
+        s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
+    )
+    diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
+    keys = nk
+    if query_starts_ptr is not None:
+        keys = tl.where(query0 < nq, nk, 0)
+    first, full, edge, last = key_range(query0, nq, keys, low, high, BLOCK_Q, BLOCK_K)
+    at = query_start + query0
+    grad_out_ptr, g_stride = head_rows(grad_out_ptr, g_strides, b, h, at, ALIGNED)
+    query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, at, ALIGNED)
+    out_ptr, o_stride = head_rows(out_ptr, o_strides, b, h, at, ALIGNED)
+    key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, key_start, ALIGNED)
+    value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, key_start, ALIGNED)
     scale = scalar(scale, ACC)
-    scale_log2 = scale * LOG2E
-    last, full = _key_range(query0, Nq, Nk, diagonal, CAUSAL, BLOCK_Q)
 
-    first = head * Nq + query0
+    first_row = (b * H + h) * Nq + at
     row = tl.arange(0, BLOCK_Q)
-    rows = Nq - query0
+    rows = nq - query0
     grad_out = load_tile(grad_out_ptr, rows, DV, g_stride, BLOCK_Q, BLOCK_DV)
     out = load_tile(out_ptr, rows, DV, o_stride, BLOCK_Q, BLOCK_DV)
-    lse = tl.load(lse_ptr + first + row, mask=row < rows, other=float("-inf"))
+    lse = tl.load(lse_ptr + first_row + row, mask=row < rows, other=float("-inf"))
     delta = tl.sum(grad_out.to(ACC) * out.to(ACC), 1)
     if grad_lse_ptr is not None:
-        delta -= tl.load(grad_lse_ptr + first + row, mask=row < rows, other=0.0)
+        delta -= tl.load(grad_lse_ptr + first_row + row, mask=row < rows, other=0.0)
     delta = tl.where(lse == float("-inf"), 0.0, delta)  # whatever the gradient of an lse of -inf is, it goes nowhere
-    tl.store(delta_ptr + first + row, delta, mask=row < rows)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # then p = exp2(. - inf) = 0
+    tl.store(delta_ptr + first_row + row, delta, mask=row < rows)
+    lse = rows_to_units(lse, UNITS)
 
+    slope = None if slopes_ptr is None else tl.load(slopes_ptr + head)
+    mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
+    grad_mask_at = None if grad_mask_ptr is None else grad_mask_ptr + (head * max_queries + query0) * max_keys
+    tiles = (query_ptr, q_stride, grad_out_ptr, g_stride, key_ptr, k_stride, value_ptr, v_stride)
+    place = (query0, first_row, nq, nk, diagonal, D, DV, max_keys)
+    numbers = (scale, scalar(softcap, ACC), scalar(keep_scale, ACC), threshold)
     query = load_tile(query_ptr, rows, D, q_stride, BLOCK_Q, BLOCK_D)
     grad_query = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
-    full = full // BLOCK_K * BLOCK_K
-    grad_query = _grad_query_blocks(
-        grad_query, query, query_ptr, q_stride, grad_out, grad_out_ptr, g_stride, lse, delta,
-        key_ptr, k_stride, value_ptr, v_stride, 0, full, query0, diagonal, scale_log2, Nq, Nk, D, DV,
-        CAUSAL, False, ACC, PRECISION, BLOCK_K, SLICE,
+    grad_distance = None if grad_distance_ptr is None else tl.zeros([BLOCK_Q], ACC)
+    if low is not None:
+        grad_query, grad_distance = _grad_query_blocks(
+            grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_at, first, tl.minimum(full, last),
+            place, low, high, numbers, slope, mask_at, mask_row, seed,
+            True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
+        )
+    grad_query, grad_distance = _grad_query_blocks(
+        grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_at, full, edge,
+        place, low, high, numbers, slope, mask_at, mask_row, seed,
+        False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
     )
-    grad_query = _grad_query_blocks(
-        grad_query, query, query_ptr, q_stride, grad_out, grad_out_ptr, g_stride, lse, delta,
-        key_ptr, k_stride, value_ptr, v_stride, full, last, query0, diagonal, scale_log2, Nq, Nk, D, DV,
-        CAUSAL, True, ACC, PRECISION, BLOCK_K, SLICE,
+    grad_query, grad_distance = _grad_query_blocks(
+        grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_at, edge, last,
+        place, low, high, numbers, slope, mask_at, mask_row, seed,
+        True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
     )
-    store_tile(grad_query_ptr + first * D, grad_query * scale, rows, D)
+    if query_starts_ptr is not None:
+        query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
+    grad_query_ptr, gq_stride = result_rows(grad_query_ptr, query_starts_ptr, head, h, H, Nq, D)
+    first_row = query_start + query0
+    store_tile(grad_query_ptr + first_row * gq_stride, grad_query * scale, nq - query0, D, gq_stride)
+    program = s * blocks + query0 // BLOCK_Q
+    if query_starts_ptr is not None:
+        zero_gaps(grad_query_ptr, gq_stride, query_starts_ptr, S, Nq, D, 0.0, program, S * blocks, BLOCK_Q, BLOCK_D)
+    if grad_distance_ptr is not None:
+        grad_distance_ptr += (b * H + h) * Nq
+        tl.store(grad_distance_ptr + first_row + row, grad_distance, mask=row < nq - query0)
+        if query_starts_ptr is not None:
+            zero_gaps(grad_distance_ptr, 1, query_starts_ptr, S, Nq, 1, 0.0, program, S * blocks, BLOCK_Q, 1)
 
 
 @triton.jit
 def _grad_key_value_blocks(
-    grad_key, grad_value, key, key_ptr, k_stride, value, value_ptr, v_stride, query_ptr, q_strides, grad_out_ptr,
-    g_strides, lse_ptr, delta_ptr, b, hk, first, last, key0, diagonal, scale, H, Hk, Nq, Nk, D, DV,
-    EDGE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr,
-    SLICE: tl.constexpr,
+    grad_key, grad_value, key, value, tiles, q_strides, g_strides, first, last, place, low, high, numbers,
+    slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
+    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, SLICE: tl.constexpr,
 ):
-    keys = Nk - key0
+    """Adds the queries first ... last - 1 of every head of the group. Tiles of scores are (BLOCK_K, BLOCK_Q) here."""
+    key_ptr, k_stride, value_ptr, v_stride, query_ptr, grad_out_ptr, lse_ptr, delta_ptr = tiles
+    s, b, hk, query_start, key0, nq, nk, diagonal, H, Hk, Nq, D, DV = place
+    scale, softcap, keep_scale, threshold = numbers
+    keys = nk - key0
     row = tl.arange(0, BLOCK_Q)
+    column = tl.arange(0, key.shape[0])
+    j = (key0 + column)[:, None]
+    factor = score_factor(scale, UNITS)
     group = H // Hk
     blocks = tl.cdiv(tl.maximum(0, last - first), BLOCK_Q)
     for step in range(group * blocks):
         h = hk * group + step // tl.maximum(blocks, 1)
         query0 = first + step % tl.maximum(blocks, 1) * BLOCK_Q
-        rows = Nq - query0
-        query_at, q_stride = head_rows(query_ptr, q_strides, b, h, query0, ALIGNED)
-        grad_out_at, g_stride = head_rows(grad_out_ptr, g_strides, b, h, query0, ALIGNED)
+        rows = nq - query0
+        i = (query0 + row)[None, :]
+        query_at, q_stride = head_rows(query_ptr, q_strides, b, h, query_start + query0, ALIGNED)
+        grad_out_at, g_stride = head_rows(grad_out_ptr, g_strides, b, h, query_start + query0, ALIGNED)
         query = load_tile(query_at, rows, D, q_stride, BLOCK_Q, key.shape[1])
-        at = (b * H + h) * Nq + query0
-        lse = tl.load(lse_ptr + at + row, mask=row < rows, other=float("-inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        at = (b * H + h) * Nq + query_start + query0
+        lse = rows_to_units(tl.load(lse_ptr + at + row, mask=row < rows, other=float("-inf")), UNITS)
+        slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
+        mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
         score = tile_scores(key, key_ptr, keys, k_stride, query, query_at, rows, q_stride, D, ACC, SLICE, PRECISION)
-        p = tl.exp2(score * scale - lse[None, :])  # transposed: (BLOCK_K, BLOCK_Q)
+        z, bent = biased(
+            score, i, query0, key0, row[None, :], column[:, None], nq, nk, diagonal, scale, softcap, slope, mask_at,
+            mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS,
+        )
+        p = power(z, lse[None, :], factor, UNITS)
         if EDGE:
-            j = key0 + tl.arange(0, key.shape[0])
-            p = tl.where(j[:, None] <= (query0 + row + diagonal)[None, :], p, 0.0)
+            p = tl.where(visible(i, j, nk, low, high), p, 0.0)
         grad_out = load_tile(grad_out_at, rows, DV, g_stride, BLOCK_Q, value.shape[1])
-        grad_value = dot(p.to(grad_out.dtype), grad_out, grad_value, PRECISION)
+        kept = p
+        if seed is not None:
+            keep = tl.trans(keep_mask(seed, at + row, key0, threshold, key.shape[0]))
+            kept = tl.where(keep, p, 0.0)
+        grad_value = dot(kept.to(grad_out.dtype), grad_out, grad_value, PRECISION)
         grad_p = tile_scores(
             value, value_ptr, keys, v_stride, grad_out, grad_out_at, rows, g_stride, DV, ACC, SLICE, PRECISION
         )
+        if seed is not None:
+            grad_p = tl.where(keep, grad_p * keep_scale, 0.0)
         delta = tl.load(delta_ptr + at + row, mask=row < rows, other=0.0)
         grad_score = p * (grad_p - delta[None, :])
+        if SOFTCAP:
+            grad_score *= 1.0 - bent * bent
         grad_key = dot(grad_score.to(query.dtype), query, grad_key, PRECISION)
     return grad_key, grad_value
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _grad_key_value_kernel(
     grad_out_ptr, query_ptr, key_ptr, value_ptr, lse_ptr, delta_ptr, grad_key_ptr, grad_value_ptr,
-    g_strides, q_strides, k_strides, v_strides, scale: tl.float64, diagonal, H, Hk, Nq, Nk, D, DV,
-    CAUSAL: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
+    g_strides, q_strides, k_strides, v_strides,
+    mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
+    S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
+    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
-    blocks = tl.cdiv(Nk, BLOCK_K)
+    blocks = tl.cdiv(max_keys, BLOCK_K)
     key0 = tl.program_id(0) % blocks * BLOCK_K
     key_head = (tl.program_id(0) // blocks).to(tl.int64)
-    b = key_head // Hk
+    s = key_head // Hk
     hk = key_head % Hk
     D = aligned(D, ALIGNED)
     DV = aligned(DV, ALIGNED)
-    key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, key0, ALIGNED)
-    value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, key0, ALIGNED)
+    b, query_start, nq, key_start, rows, nk = sequence(
+        s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
+    )
+    diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
+    first, full, edge, last = query_range(key0, nq, nk, low, high, BLOCK_Q, BLOCK_K)
+    at = key_start + key0
+    key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, at, ALIGNED)
+    value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, at, ALIGNED)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
     scale = scalar(scale, ACC)
-    scale_log2 = scale * LOG2E
-    keys = Nk - key0
-    key = load_tile(key_ptr, keys, D, k_stride, BLOCK_K, BLOCK_D)
-    value = load_tile(value_ptr, keys, DV, v_stride, BLOCK_K, BLOCK_DV)
+    keep_scale = scalar(keep_scale, ACC)
+    tiles = (key_ptr, k_stride, value_ptr, v_stride, query_ptr, grad_out_ptr, lse_ptr, delta_ptr)
+    place = (s, b, hk, query_start, key0, nq, nk, diagonal, H, Hk, Nq, D, DV)
+    numbers = (scale, scalar(softcap, ACC), keep_scale, threshold)
+    key = load_tile(key_ptr, nk - key0, D, k_stride, BLOCK_K, BLOCK_D)
+    value = load_tile(value_ptr, nk - key0, DV, v_stride, BLOCK_K, BLOCK_DV)
     grad_key = tl.zeros([BLOCK_K, BLOCK_D], ACC)
     grad_value = tl.zeros([BLOCK_K, BLOCK_DV], ACC)
-    full = 0
-    if CAUSAL:
-        first = tl.maximum(0, key0 - diagonal) // BLOCK_Q * BLOCK_Q
-        full = tl.cdiv(tl.minimum(Nq, tl.maximum(0, key0 + BLOCK_K - 1 - diagonal)), BLOCK_Q) * BLOCK_Q
+    if high is not None:
         grad_key, grad_value = _grad_key_value_blocks(
-            grad_key, grad_value, key, key_ptr, k_stride, value, value_ptr, v_stride,
-            query_ptr, q_strides, grad_out_ptr, g_strides, lse_ptr,
-            delta_ptr, b, hk, first, full, key0, diagonal, scale_log2, H, Hk, Nq, Nk, D, DV,
-            True, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE
+            grad_key, grad_value, key, value, tiles, q_strides, g_strides, first, tl.minimum(full, last), place, low,
+            high, numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
+            True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
         )
     grad_key, grad_value = _grad_key_value_blocks(
-        grad_key, grad_value, key, key_ptr, k_stride, value, value_ptr, v_stride,
-        query_ptr, q_strides, grad_out_ptr, g_strides, lse_ptr,
-        delta_ptr, b, hk, full, Nq, key0, diagonal, scale_log2, H, Hk, Nq, Nk, D, DV,
-        False, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE
+        grad_key, grad_value, key, value, tiles, q_strides, g_strides, full, edge, place, low, high,
+        numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
+        False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
     )
-    first_key = key_head * Nk + key0
-    store_tile(grad_key_ptr + first_key * D, grad_key * scale, keys, D)
-    store_tile(grad_value_ptr + first_key * DV, grad_value, keys, DV)
+    if low is not None:
+        grad_key, grad_value = _grad_key_value_blocks(
+            grad_key, grad_value, key, value, tiles, q_strides, g_strides, edge, last, place, low, high,
+            numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
+            True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
+        )
+    if seed is not None:
+        grad_value *= keep_scale
+    grad_key *= scale
+    if key_lengths_ptr is not None:  # keys behind the length got whatever their zeros give
+        counts = (tl.arange(0, BLOCK_K) < nk - key0)[:, None]
+        grad_key = tl.where(counts, grad_key, 0.0)
+        grad_value = tl.where(counts, grad_value, 0.0)
+    if key_starts_ptr is not None:
+        key_start, rows = packed_rows(s, key_starts_ptr, Nk, max_keys)
+    grad_key_ptr, gk_stride = result_rows(grad_key_ptr, key_starts_ptr, key_head, hk, Hk, Nk, D)
+    grad_value_ptr, gv_stride = result_rows(grad_value_ptr, key_starts_ptr, key_head, hk, Hk, Nk, DV)
+    at = key_start + key0
+    store_tile(grad_key_ptr + at * gk_stride, grad_key, rows - key0, D, gk_stride)
+    store_tile(grad_value_ptr + at * gv_stride, grad_value, rows - key0, DV, gv_stride)
+    if key_starts_ptr is not None:
+        program = s * blocks + key0 // BLOCK_K
+        zero_gaps(grad_key_ptr, gk_stride, key_starts_ptr, S, Nk, D, 0.0, program, S * blocks, BLOCK_K, BLOCK_D)
+        zero_gaps(grad_value_ptr, gv_stride, key_starts_ptr, S, Nk, DV, 0.0, program, S * blocks, BLOCK_K, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _grad_mask_kernel(
+    grad_out_ptr, query_ptr, key_ptr, value_ptr, lse_ptr, delta_ptr, grad_mask_ptr,
+    g_strides, q_strides, k_strides, v_strides, grad_mask_sizes,
+    mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
+    S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
+    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """The gradient of a mask that sequences or heads share: a program owns a tile and walks those who share it."""
+    query_blocks = tl.cdiv(max_queries, BLOCK_Q)
+    key_blocks = tl.cdiv(max_keys, BLOCK_K)
+    tile = (tl.program_id(0) // (query_blocks * key_blocks)).to(tl.int64)
+    query0 = tl.program_id(0) // key_blocks % query_blocks * BLOCK_Q
+    key0 = tl.program_id(0) % key_blocks * BLOCK_K
+    mask_s = tile // grad_mask_sizes[1]
+    mask_h = tile % grad_mask_sizes[1]
+    D = aligned(D, ALIGNED)
+    DV = aligned(DV, ALIGNED)
+    scale = scalar(scale, ACC)
+    softcap = scalar(softcap, ACC)
+    keep_scale = scalar(keep_scale, ACC)
+    factor = score_factor(scale, UNITS)
+    seed = None if seed_ptr is None else tl.load(seed_ptr)
+    row = tl.arange(0, BLOCK_Q)
+    i = (query0 + row)[:, None]
+    column = tl.arange(0, BLOCK_K)
+    j = (key0 + column)[None, :]
+    heads = H // grad_mask_sizes[1]  # H or 1
+    grad_mask = tl.zeros([BLOCK_Q, BLOCK_K], ACC)
+    for step in range(S // grad_mask_sizes[0] * heads):
+        s = mask_s + step // heads
+        h = mask_h + step % heads
+        b, query_start, nq, key_start, _key_rows, nk = sequence(
+            s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
+        )
+        diag, lowest, highest = band(diagonal, low, high, lower_right, nq, nk)
+        first, _full, _edge, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
+        if (query0 < nq) & (first <= key0) & (key0 < last):
+            at = query_start + query0
+            query_at, q_stride = head_rows(query_ptr, q_strides, b, h, at, ALIGNED)
+            grad_out_at, g_stride = head_rows(grad_out_ptr, g_strides, b, h, at, ALIGNED)
+            key_at, k_stride = head_rows(key_ptr, k_strides, b, h // (H // Hk), key_start + key0, ALIGNED)
+            value_at, v_stride = head_rows(value_ptr, v_strides, b, h // (H // Hk), key_start + key0, ALIGNED)
+            rows = nq - query0
+            keys = nk - key0
+            query = load_tile(query_at, rows, D, q_stride, BLOCK_Q, BLOCK_D)
+            key = load_tile(key_at, keys, D, k_stride, BLOCK_K, BLOCK_D)
+            score = tile_scores(query, query_at, rows, q_stride, key, key_at, keys, k_stride, D, ACC, SLICE, PRECISION)
+            slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
+            mask_at = head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
+            z, _bent = biased(
+                score, i, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at,
+                mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS,
+            )
+            first_row = (b * H + h) * Nq + at
+            lse = rows_to_units(tl.load(lse_ptr + first_row + row, mask=row < rows, other=float("-inf")), UNITS)
+            p = tl.where(visible(i, j, nk, lowest, highest), power(z, lse[:, None], factor, UNITS), 0.0)
+            grad_out = load_tile(grad_out_at, rows, DV, g_stride, BLOCK_Q, BLOCK_DV)
+            value = load_tile(value_at, keys, DV, v_stride, BLOCK_K, BLOCK_DV)
+            grad_p = tile_scores(
+                grad_out, grad_out_at, rows, g_stride, value, value_at, keys, v_stride, DV, ACC, SLICE, PRECISION
+            )
+            if seed is not None:
+                grad_p = tl.where(keep_mask(seed, first_row + row, key0, threshold, BLOCK_K), grad_p * keep_scale, 0.0)
+            delta = tl.load(delta_ptr + first_row + row, mask=row < rows, other=0.0)
+            grad_mask += p * (grad_p - delta[:, None])
+    at = grad_mask_ptr + (tile * max_queries + query0) * max_keys + key0
+    store_tile(at, grad_mask, max_queries - query0, max_keys - key0, max_keys)
 
 # fmt: on
-# ---- plans and launchers ------------------------------------------------------------------------------------------
-
-# (BLOCK_Q, BLOCK_K, num_warps, num_stages) for head dimensions up to 64, 128 and 256: the largest tiles found that
-# compile without spills for causal and full attention, exact and padded head dimensions. Queries (in the last kernel:
-# keys) are split over the warps, 16 rows each at least; fewer rows than that and two warps do the same work.
-_TILES = {
-    # 16 bits, 227 KB of shared memory (sm_90, sm_100): operands stay in shared memory, so tiles are large
-    "wgmma": {
-        "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
-        "grad_query": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
-        "grad_key_value": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 2)),
-    },
-    # 16 bits, 99 KB (sm_80, sm_120): operands pass through registers
-    "mma": {
-        "forward": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-        "grad_query": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
-        "grad_key_value": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
-    },
-    # 16 bits, some stride or head dimension no multiple of 8: elements are loaded one by one
-    "unaligned": {
-        "forward": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        "grad_query": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-        "grad_key_value": ((32, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    "float32": {
-        "forward": ((64, 64, 8, 1), (64, 32, 4, 1), (64, 32, 8, 1)),
-        "grad_query": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 64, 8, 1)),
-        "grad_key_value": ((64, 64, 8, 1), (64, 64, 8, 1), (32, 32, 8, 1)),
-    },
-    "float32 unaligned": {
-        "forward": ((64, 64, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1)),
-        "grad_query": ((32, 32, 8, 1), (16, 16, 4, 1), (32, 16, 4, 1)),
-        "grad_key_value": ((32, 64, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-    },
-    "float64": {
-        "forward": ((32, 16, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-        "grad_query": ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-        "grad_key_value": ((16, 8, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    },
-}
+# ---- launchers ----------------------------------------------------------------------------------------------------
 
 
-def _tile(kernel, head_dim, element_size, aligned, limit):
-    """The row of the table for a kernel: by head dimension, bytes per element, alignment and shared memory."""
-    if element_size == 8:
-        kind = "float64"
-    elif element_size == 4:
-        kind = "float32" if aligned else "float32 unaligned"
-    else:
-        kind = "unaligned" if not aligned else "wgmma" if limit >= 227 * 1024 else "mma"
-    return _TILES[kind][kernel][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
-
-
-def _plan(kernel, pointers, strided, query, key, value, causal, diagonal, scale, limit):
-    """One launch: `pointers` lead its arguments, the strides of `strided` follow, then what all three kernels share."""
-    (b, h, nq, d), (hk, nk), dv = query.shape, key.shape[1:3], value.size(-1)
-    name = kernel.__name__.strip("_").removesuffix("_kernel")
-    strides = tuple(tensor.stride()[:3] for tensor in strided)
-    aligned = all(n % 8 == 0 for n in (d, dv, *sum(strides, ())))
-    block_q, block_k, warps, stages = _tile(name, max(d, dv), query.element_size(), aligned, limit)
-    tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    constants = {
-        "CAUSAL": causal,
-        "ACC": TRITON_DTYPE[accumulator(query.dtype)],
-        "PRECISION": "tf32" if tf32 else "ieee",
-        "ALIGNED": aligned,
-        "BLOCK_Q": block_q,
-        "BLOCK_K": block_k,
-        "BLOCK_D": max(16, triton.next_power_of_2(d)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(dv)),
-        "SLICE": 256 if query.element_size() == 2 else 32,
-    }
-    programs = b * hk * triton.cdiv(nk, block_k) if name == "grad_key_value" else b * h * triton.cdiv(nq, block_q)
-    diagonal = min(max(diagonal, -nq), nk)  # further out nothing changes, and it has to fit 32 bits
-    arguments = (*pointers, *strides, float(scale), diagonal, h, hk, nq, nk, d, dv)
-    return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages)
-
-
-def _plan_forward(query, key, value, causal, diagonal, scale, limit):
+def _plan_forward(problem, sinks):
+    """(out, lse), and the launches that write them."""
+    query, key, value = problem.query, problem.key, problem.value
     (b, h, nq, _), dv = query.shape, value.size(-1)
-    out = query.new_empty((b, h, nq, dv))
-    lse = query.new_empty((b, h, nq), dtype=accumulator(query.dtype))
-    pointers = (query, key, value, out, lse)
-    launch = _plan(_forward_kernel, pointers, (query, key, value), query, key, value, causal, diagonal, scale, limit)
-    return (out, lse), [launch]
+    out = result(problem, (b, h, nq, dv))
+    lse = statistics(problem, (b, h, nq), float("-inf"))
+    if decodes(problem):
+        return (out, lse), plan_decode(problem, sinks, out, lse)
+    pointers = (query, key, value, sinks, out, lse)
+    return (out, lse), [plan(_forward_kernel, pointers, (query, key, value), problem)]
 
 
-def _plan_backward(grad_out, grad_lse, query, key, value, out, lse, causal, diagonal, scale, limit):
+def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
+    """What `attention_bwd` returns, and the launches that write it. `mask`: the one that wants a gradient, or None."""
+    query, key, value = problem.query, problem.key, problem.value
     delta = torch.empty_like(lse)
-    grads = tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-    shared = (query, key, value, causal, diagonal, scale, limit)
-    pointers = (grad_out, grad_lse, query, key, value, out, lse, delta, grads[0])
-    grad_query = _plan(_grad_query_kernel, pointers, (grad_out, query, key, value, out), *shared)
+    grads = [result(problem, tensor.shape) for tensor in (query, key, value)]
+    grad_mask, grad_distance, alone = None, None, False
+    if mask is not None:
+        alone = mask.shape[:2] == (problem.sequences, query.size(1))
+        everywhere = problem.low is None and problem.high is None and problem.visits_every_key
+        grad_mask = mask.new_empty(mask.shape) if everywhere or not alone else mask.new_zeros(mask.shape)
+    if need_slopes:
+        grad_distance = statistics(problem, lse.shape, 0.0)
+    pointers = (grad_out, grad_lse, query, key, value, out, lse, delta, grads[0], grad_distance)
+    pointers += (grad_mask if alone else None,)
+    strided = (grad_out, query, key, value, out)
+    launches = [plan(_grad_query_kernel, pointers, strided, problem)]
     pointers = (grad_out, query, key, value, lse, delta, grads[1], grads[2])
-    grad_key_value = _plan(_grad_key_value_kernel, pointers, (grad_out, query, key, value), *shared)
-    return grads, [grad_query, grad_key_value]
+    strided = (grad_out, query, key, value)
+    launches.append(plan(_grad_key_value_kernel, pointers, strided, problem))
+    if mask is not None and not alone:
+        pointers = (grad_out, query, key, value, lse, delta, grad_mask)
+        strided = (grad_out, query, key, value)
+        launches.append(plan(_grad_mask_kernel, pointers, strided, problem, mask.shape[:2]))
+    empty = lse.new_empty(0)
+    return (
+        *grads,
+        empty if grad_mask is None else grad_mask,
+        empty if grad_distance is None else grad_distance,
+    ), launches
 
 
-def _positive(query, scale):
-    """(query', scale', sign) with the same products and scale' > 0, which the running maximum needs."""
-    if scale > 0:
-        return query, scale, None
-    sign = -1.0 if scale < 0 else 0.0
-    return query * sign, -scale or 1.0, sign
-
-
-def _inputs(query, key, value):
-    if not (1 <= query.size(-1) <= 256 and 1 <= value.size(-1) <= 256):
-        raise NotImplementedError(
-            "seqkern attention: the Triton kernels take head dimensions of 1 to 256, got query "
-            f'{tuple(query.shape)} and value {tuple(value.shape)}; use_backend("reference") runs any'
-        )
-    return unit_last(query), unit_last(key), unit_last(value)
-
-
-def attention_fwd(query, key, value, causal, diagonal, scale):
+def attention_fwd(
+    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed, max_queries,
+    max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p,
+):  # fmt: skip
     """The launcher behind `seqkern::attention_fwd`: (out, lse)."""
-    query, key, value = _inputs(query, key, value)
-    query, scale, _ = _positive(query, scale)
-    limit = shared_memory(query.device)
-    results, plan = _plan_forward(query, key, value, causal, diagonal, scale, limit)
-    run(plan, query.device)
+    problem, _ = prepare(
+        query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, seed, max_queries, max_keys,
+        diagonal, lower_right, left, right, scale, softcap, dropout_p, shared_memory(query.device),
+    )  # fmt: skip
+    results, launches = _plan_forward(problem, sinks)
+    run(launches, query.device)
     return results
 
 
-def attention_bwd(grad_out, grad_lse, query, key, value, out, lse, causal, diagonal, scale):
-    """The launcher behind `seqkern::attention_bwd`: (grad_query, grad_key, grad_value)."""
-    query, key, value = _inputs(query, key, value)
-    query, scale, sign = _positive(query, scale)
+def attention_bwd(
+    grad_out, grad_lse, query, key, value, out, lse, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
+    seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p, need_mask, need_slopes,
+):  # fmt: skip
+    """The launcher behind `seqkern::attention_bwd`: (grad_query, grad_key, grad_value, grad_mask, grad_distance)."""
+    problem, sign = prepare(
+        query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, seed, max_queries, max_keys,
+        diagonal, lower_right, left, right, scale, softcap, dropout_p, shared_memory(query.device),
+    )  # fmt: skip
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    limit = shared_memory(query.device)
-    tensors = (unit_last(grad_out), grad_lse, query, key, value, unit_last(out), lse.contiguous())
-    (grad_query, *grads), plan = _plan_backward(*tensors, causal, diagonal, scale, limit)
-    run(plan, query.device)
-    return (grad_query if sign is None else grad_query * sign, *grads)
+    tensors = (unit_last(grad_out), grad_lse, unit_last(out), lse.contiguous())
+    grads, launches = _plan_backward(problem, *tensors, attn_mask if need_mask else None, need_slopes)
+    run(launches, query.device)
+    return grads if sign is None else (grads[0] * sign, *grads[1:])
+
+
+# For the ahead-of-time gate: what `prepare` is told of each option, and whether tensors of gradients come with it.
+_AOT_OPTIONS = {
+    "full": {},
+    "causal": {"right": 0},
+    "packed window": {"left": 512, "right": 0, "varlen": True, "sinks": True},
+    "lengths": {"right": 0, "lengths": True},
+    "bool mask": {"mask": torch.bool},
+    "mask": {"mask": torch.float32, "need_mask": True},
+    "alibi": {"right": 0, "alibi": True, "need_slopes": True},
+    "softcap": {"right": 0, "softcap": 30.0},
+    "dropout": {"right": 0, "dropout_p": 0.1},
+}
+_AOT_OPTIONS["all"] = {name: value for options in _AOT_OPTIONS.values() for name, value in options.items()}
 
 
 def aot_configurations(limit, thorough):
     """The launches to compile ahead of time for a device with `limit` bytes of shared memory, as (name, launch).
 
-    thorough False: the common head dimensions. True: every row of the tile table, exact, padded and unaligned.
+    thorough False: the common head dimensions, and everything at once. True: every row of the tile table, exact, padded
+    and unaligned, without options and with each of them.
     """
     floats = (torch.bfloat16, torch.float32)
-    cases = [(dtype, d, d, True) for dtype in floats for d in (64, 128)]
+    cases = [(dtype, d, d, "causal") for dtype in floats for d in (64, 128)] + [(torch.bfloat16, 64, 64, "all")]
+    decoding = [(torch.bfloat16, 128, 128, "all")]
     if thorough:
-        dims = [(d - less, d - less) for d in (16, 64, 128, 256) for less in (0, 8, 3)] + [(192, 128)]
         dtypes = (*floats, torch.float16, torch.float64)
-        cases = [(dtype, d, dv, causal) for dtype in dtypes for d, dv in dims for causal in (False, True)]
-    for dtype, d, dv, causal in cases:
-        query = torch.empty((2, 4, 1024, d), dtype=dtype, device="meta")
-        key, value = query[:, :2], query.new_empty((2, 2, 1024, dv))
-        (out, lse), forward = _plan_forward(query, key, value, causal, 0, 0.1, limit)
-        _, backward = _plan_backward(out, lse, query, key, value, out, lse, causal, 0, 0.1, limit)
-        for launch in forward + backward:
-            mask = "causal" if causal else "full"
-            yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-D{d}-Dv{dv}-{mask}", launch
+        dims = [(d - less, d - less) for d in (16, 64, 128, 256) for less in (0, 8, 3)] + [(192, 128)]
+        cases = [(dtype, d, dv, name) for dtype in dtypes for d, dv in dims for name in ("full", "causal")]
+        decoding = [(dtype, d, dv, name) for dtype in dtypes for d, dv in dims for name in ("lengths", "all")]
+        cases += [
+            (dtype, d, d, name)
+            for dtype in (*floats, torch.float64)
+            for d in (64, 128, 256)
+            for name in _AOT_OPTIONS
+            if name not in ("full", "causal")
+        ]
+        names = ("packed window", "mask", "all")
+        cases += [(dtype, d, d, name) for dtype in floats for d in (61, 125, 253) for name in names]
+    for launches, configurations in ((_aot_launches, cases), (_aot_decoding, decoding)):
+        for dtype, d, dv, name in configurations:
+            for launch in launches(dtype, d, dv, limit, **_AOT_OPTIONS[name]):
+                yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-D{d}-Dv{dv}-{name}", launch
+
+
+def _aot_decoding(dtype, d, dv, limit, left=-1, alibi=False, softcap=0.0, sinks=False, **others):
+    for queries in (1, 8):
+        query = torch.empty((2, 32, queries, d), dtype=dtype, device="meta")
+        key, value = query.new_empty((2, 4, 4096, d)), query.new_empty((2, 4, 4096, dv))
+        number = torch.empty((2, 32), dtype=accumulator(dtype), device="meta")
+        problem, _ = prepare(
+            query, key, value, None, None, None, query.new_empty(2, dtype=torch.int32), number if alibi else None, None,
+            queries, 4096, 0, True, left, 0, 0.1, softcap, 0.0, limit,
+        )  # fmt: skip
+        yield from _plan_forward(problem, number[0] if sinks else None)[1]
+
+
+def _aot_launches(
+    dtype, d, dv, limit, left=-1, right=-1, varlen=False, lengths=False, sinks=False, mask=None, need_mask=False,
+    alibi=False, need_slopes=False, softcap=0.0, dropout_p=0.0,
+):  # fmt: skip
+    b, h, n = 1 if varlen else 2, 4, 1024
+    query = torch.empty((b, h, n, d), dtype=dtype, device="meta")
+    key, value = query[:, :2], query.new_empty((b, 2, n, dv))
+    starts = query.new_empty(3, dtype=torch.int32) if varlen else None
+    lse = query.new_empty((b, h, n), dtype=accumulator(dtype))
+    problem, _ = prepare(
+        query, key, value, None if mask is None else query.new_empty((2, h, n, n), dtype=mask), starts, starts,
+        query.new_empty(2, dtype=torch.int32) if lengths else None, lse.new_empty((2, h)) if alibi else None,
+        query.new_empty((), dtype=torch.int64) if dropout_p else None, n, n, 0, False, left, right, 0.1, softcap,
+        dropout_p, limit,
+    )  # fmt: skip
+    (out, _), launches = _plan_forward(problem, lse.new_empty(h) if sinks else None)
+    yield from launches
+    for wanted in [None] if not need_mask else [problem.mask, problem.mask[:1]]:
+        *_, launches = _plan_backward(problem, out, lse, out, lse, wanted, need_slopes)
+        yield from launches if wanted is None or wanted is problem.mask else launches[-1:]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
-ISAS = ("generic", "avx2", "avx512")
+ISAS = ("generic", "avx2", "avx512", "amx")
 
 # Every dispatcher op, and the slice (the file name) that it belongs to.
 SLICES = {
@@ -76,7 +76,7 @@ _OPS: dict[str, Any] = {name: getattr(torch.ops.seqkern, name).default for name 
 
 
 def cpu_isa() -> str:
-    """The tier that the CPU kernels run in: "generic", "avx2" or "avx512"."""
+    """The tier that the CPU kernels run in: "generic", "avx2", "avx512" or "amx"."""
     return _extension.seqkern_active_isa().decode()
 
 

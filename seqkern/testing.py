@@ -114,7 +114,9 @@ class Case:
     ours: Callable[..., Any]
     torch: Callable[..., Any]
     reference: Callable[..., Any]
-    factors: Mapping[str, float] = field(default_factory=dict)  # by the tensor's name, where it is not `compare`'s
+    factors: Mapping[str, float] = field(
+        default_factory=dict, hash=False
+    )  # by the tensor's name, where it is not `compare`'s
 
 
 def run(

@@ -8,14 +8,16 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import seqkern
-from examples import console, demo, language_model, memory, quadratic_cost, report, text, training, verification
+from examples import console, demo, language_model, memory, plots, quadratic_cost, report, text, training, verification
 from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +49,13 @@ def test_implementations_take_turns() -> None:
     assert [len(s) for s in seconds.values()] == [3, 3]
 
 
+def test_what_is_short_has_more_rounds() -> None:
+    works = {"long": lambda: time.sleep(0.02), "short": lambda: time.sleep(0.001)}
+    seconds = quadratic_cost.time_in_turns(works, budget=0.08, least=1, most=10)
+    assert len(seconds["long"]) == 2  # half of the budget each
+    assert len(seconds["short"]) == 10
+
+
 def test_timing_stops_at_what_the_budget_and_the_memory_allow() -> None:
     measured = list(quadratic_cost.measure_times([16, 32, 2**20], budget=5.0))
     assert [points[0].length for points in measured] == [16, 32]
@@ -56,27 +65,102 @@ def test_timing_stops_at_what_the_budget_and_the_memory_allow() -> None:
     assert all(0 < p.fastest <= p.seconds <= p.slowest for points in measured for p in points)
 
 
+def test_beyond_the_required_length_the_slowest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(name: str, length: int, direction: str) -> Any:
+        return lambda: time.sleep(0.02 if name == "torch LSTM" else 1e-4)
+
+    monkeypatch.setattr(quadratic_cost, "REQUIRED_LENGTH", 16)
+    monkeypatch.setattr(quadratic_cost, "prepare", prepare)
+    first, second = ({p.implementation for p in points} for points in quadratic_cost.measure_times([16, 32], 0.5))
+    assert first == set(IMPLEMENTATIONS)
+    assert second == first - {"torch LSTM", "materialised"}
+
+
 def test_every_implementation_of_attention_computes_the_same() -> None:
+    # No longer than the window, which then hides nothing.
     query, key, value = (torch.randn(1, 1, 70, quadratic_cost.WIDTH, dtype=torch.float64) for _ in range(3))
     results = [function(query, key, value) for function in quadratic_cost.ATTENTION.values()]
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
 
 
+def test_the_window_hides_what_lies_before_it() -> None:
+    query, key, value = (torch.randn(1, 1, 600, quadratic_cost.WIDTH, dtype=torch.float64) for _ in range(3))
+    distance = torch.arange(600)[:, None] - torch.arange(600)
+    visible = (distance >= 0) & (distance < quadratic_cost.WINDOW)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+    torch.testing.assert_close(quadratic_cost.ATTENTION[quadratic_cost.WINDOWED](query, key, value), expected)
+    for direction, products in (("forward", 2), ("backward", 5)):
+        flops = 2 * quadratic_cost.WIDTH * products * int(visible.sum())
+        assert quadratic_cost.needed_flops(quadratic_cost.WINDOWED, 600, direction) == flops
+        assert quadratic_cost.needed_flops("seqkern", 600, direction) > flops
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_backward_goes_over_one_graph_again_and_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, expected = quadratic_cost.prepare(name, 40, "forward+backward")()
+    functions: Any = quadratic_cost.ATTENTION if name in quadratic_cost.ATTENTION else vars(quadratic_cost)
+    key, runs = (name if name in functions else "lstm_output"), []
+    function = functions[key]
+    monkeypatch.setitem(functions, key, lambda *inputs: (runs.append(name), function(*inputs))[1])
+    work = quadratic_cost.prepare(name, 40, "backward")
+    for _ in range(2):
+        gradients = work()
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert runs == [name]  # forward ran once, before
+    dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
+    assert all(gradient.dtype == dtype and gradient.any() for gradient in gradients)
+    output = quadratic_cost.prepare(name, 40, "forward")()
+    assert output.dtype == dtype
+    assert not output.requires_grad
+
+
+def test_the_rate_of_a_matrix_product_is_of_each_dtype() -> None:
+    rates = quadratic_cost.gemm_rates(size=256)
+    assert set(rates) == {"float32", "bfloat16"}
+    a = torch.randn(256, 256)
+    fastest = min(quadratic_cost.time_in_turns({"product": lambda: a @ a}, 0.0, least=20)["product"])
+    assert 0.01 < rates["float32"] / (2 * 256**3 / fastest) < 10
+
+
+def test_share_of_gemm_is_the_needed_operations_over_the_rate() -> None:
+    rates = {"float32": 1e9, "bfloat16": 4e9}
+    visible = 1000 * 1001 // 2
+    point = Point("seqkern", "forward", 1000, 2.0, 1.0, 3.0, 3)  # the fastest round counts
+    share = quadratic_cost.share_of_gemm(point, rates)
+    assert share == pytest.approx(4 * quadratic_cost.WIDTH * visible / 1e9)
+    shares = {
+        (name, direction): quadratic_cost.share_of_gemm(Point(name, direction, 1000, 1.0, 1.0, 1.0, 3), rates)
+        for name in IMPLEMENTATIONS
+        for direction in DIRECTIONS
+    }
+    assert shares["seqkern", "backward"] == pytest.approx(2.5 * share)
+    assert shares["torch SDPA bfloat16", "forward"] == pytest.approx(share / 4)
+    assert shares[quadratic_cost.WINDOWED, "forward"] == pytest.approx(
+        4 * quadratic_cost.WIDTH * (256 * 257 // 2 + 744 * 256) / 1e9
+    )
+    assert shares["torch LSTM", "forward"] is None
+    assert quadratic_cost.share_of_gemm(point, {}) is None
+
+
 def synthetic_points() -> list[Point]:
-    """Attention quadratic, LSTM linear; only the materialised version needs N x N memory."""
+    """Attention quadratic, LSTM and the window linear; only the materialised version needs N x N memory."""
     points = []
     for length in (1024, 2048, 4096, 8192):
         for name in IMPLEMENTATIONS:
             for direction in DIRECTIONS:
-                seconds = 1e-6 * length if "LSTM" in name else 5e-10 * length**2
+                linear = "LSTM" in name or name == quadratic_cost.WINDOWED
+                seconds = 1e-6 * length if linear else 5e-10 * length**2
                 peak = 12 * length**2 if name == "materialised" else 1024 * length
                 points.append(Point(name, direction, length, seconds, seconds, seconds, 3, peak))
     return points
 
 
+RATES = {"float32": 1e12, "bfloat16": 4e12}
+
+
 def test_analysis_of_known_points() -> None:
-    result = quadratic_cost.analyse(synthetic_points())
+    result = quadratic_cost.analyse(synthetic_points(), RATES)
     fits = {(e["implementation"], e["direction"]): e for e in result["exponents"]}
     assert fits["materialised", "forward"]["memory"] == pytest.approx(2)
     assert fits["seqkern", "forward"]["time"] == pytest.approx(2)
@@ -84,6 +168,13 @@ def test_analysis_of_known_points() -> None:
     assert fits["seqkern", "forward"]["memory"] is None  # two points above the resolution are no fit
     assert [c["length"] for c in result["crossovers"]] == [pytest.approx(2000)] * 4
     assert result["memory_check"]["passed"]
+    assert result["window_check"] == {
+        "limit": quadratic_cost.WINDOW_LIMIT_EXPONENT, "window": pytest.approx(1), "full": pytest.approx(2),
+        "passed": True,
+    }  # fmt: skip
+    shares = [p["share_of_gemm"] for p in result["points"] if (p["implementation"], p["length"]) == ("seqkern", 8192)]
+    flops = 4 * quadratic_cost.WIDTH * 8192 * 8193 // 2
+    assert shares == pytest.approx([x * flops / (5e-10 * 8192**2) / RATES["float32"] for x in (1, 2.5)])
 
 
 def test_memory_check_fails_when_seqkern_needs_too_much() -> None:
@@ -96,7 +187,56 @@ def test_memory_check_fails_when_seqkern_needs_too_much() -> None:
     check = quadratic_cost.memory_check(points)
     assert check is not None
     assert not check["passed"]
+    # The memory of both passes stands beside the time of backward.
+    assert check["seqkern"] == dict.fromkeys(("forward", "forward+backward"), int(65e6))
     assert quadratic_cost.memory_check([p for p in points if p.length < 8192]) is None
+
+
+def test_memory_is_of_forward_and_of_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def peaks(tasks: list[memory.Task]) -> list[int]:
+        seen.extend(task.arguments["direction"] for task in tasks)
+        return [7] * len(tasks)
+
+    monkeypatch.setattr(quadratic_cost, "peaks_in_fresh_processes", peaks)
+    points = [Point("seqkern", direction, 64, 1.0, 1.0, 1.0, 1) for direction in DIRECTIONS]
+    measured = list(quadratic_cost.measure_memory(points))
+    assert seen == ["forward", "forward+backward"]
+    assert [(p.direction, p.peak_bytes) for p in measured] == [("forward", 7), ("backward", 7)]
+
+
+@pytest.mark.parametrize(("window", "full", "passed"), [(1.0, 1.9, True), (1.8, 1.9, False), (1.0, 1.1, False)])
+def test_window_check_wants_linear_beside_quadratic_time(window: float, full: float, passed: bool) -> None:
+    def point(name: str, length: int, exponent: float) -> Point:
+        fastest = 1e-8 * length**exponent
+        return Point(name, "forward", length, 1.0, fastest, 2.0, 5)  # the medians say nothing
+
+    lengths = (128, 1024, 2048, 4096, 8192)
+    points = [point(quadratic_cost.WINDOWED, n, window) for n in lengths] + [point("seqkern", n, full) for n in lengths]
+    check = quadratic_cost.window_check(points)
+    assert check is not None
+    assert (check["window"], check["full"]) == (pytest.approx(window), pytest.approx(full))
+    assert check["passed"] == passed
+    assert quadratic_cost.window_check([p for p in points if p.length < 8192]) is None
+    assert quadratic_cost.window_check([p for p in points if p.implementation == "seqkern"]) is None
+
+
+def test_tables_say_everything_of_every_length() -> None:
+    result = quadratic_cost.analyse(synthetic_points(), RATES)
+    for direction, passes in quadratic_cost.PASSES.items():
+        for table in (console.cost_table(result, direction), console.variants_table(result, direction)):
+            assert table.row_count == 5  # four lengths and the exponents
+            assert f"{direction}: time" in str(table.title)
+            assert passes in str(table.title)
+            assert {cell for column in table.columns for cell in column.cells}.isdisjoint({"-", None})
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert list(columns) == ["N", *quadratic_cost.VARIANTS]
+    flops = quadratic_cost.needed_flops(quadratic_cost.WINDOWED, 8192, "backward")
+    assert columns["seqkern window"][3] == f"8.19 ms, 8.4 MB, {flops / 8.192e-3 / 1e12:.0%}"
+    assert columns["seqkern window"][4] == "1.00, -"
+    assert columns["seqkern"][3].endswith("%")
+    assert columns["seqkern"][4] == ""
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -251,9 +391,20 @@ def test_a_failed_verification_fails_the_job(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(verification, "DTYPES", (torch.float32,))
     rows = list(verification.run())
     sweep = verification.mean_sweep()
-    assert all(check["passed"] for check in demo.all_checks(rows, sweep, {"memory_check": None}, []))
+    cost = {"memory_check": None, "window_check": None}
+    assert all(check["passed"] for check in demo.all_checks(rows, sweep, cost, []))
     rows[0]["passed"] = sweep[-1]["passed"] = False
-    assert not any(check["passed"] for check in demo.all_checks(rows, sweep, {"memory_check": None}, []))
+    assert not any(check["passed"] for check in demo.all_checks(rows, sweep, cost, []))
+
+
+@pytest.mark.parametrize("name", ["memory_check", "window_check"])
+def test_a_failed_check_of_the_cost_fails_the_job(name: str) -> None:
+    cost = quadratic_cost.analyse(synthetic_points(), RATES)
+    sweep = [{"errors": {"output": [1e-8, 1e-8]}, "passed": True}]
+    assert [check["passed"] for check in demo.all_checks([], sweep, cost, [])] == [True] * 4
+    cost[name]["passed"] = False
+    verdicts = [check["passed"] for check in demo.all_checks([], sweep, cost, [])]
+    assert verdicts == [True, True, name != "memory_check", name != "window_check"]
 
 
 def synthetic_results() -> dict[str, Any]:
@@ -274,7 +425,9 @@ def synthetic_results() -> dict[str, Any]:
         "machine": [("processor", "any")], "kernels": [{"op": "attention", "kernel": "C++", "reason": "it is"}],
         "verification": [case | {"kernel": kernel} for kernel in ("C++ generic", "C++ avx2")],
         "mean_sweep": [{"mean": 1e4, "std": 0.01, "errors": {"output": [1e-7, 3e-2]}, "passed": True}],
-        "cost": quadratic_cost.analyse([*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)]),
+        "cost": quadratic_cost.analyse(
+            [*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)], RATES
+        ),
         "text": {"source": "test", "train": 10, "held_out": 1,
                  "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
         "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final_steps": 50, "final": 0.02},
@@ -283,36 +436,66 @@ def synthetic_results() -> dict[str, Any]:
 
 
 class References(html.parser.HTMLParser):
-    """Everything that a page would fetch, and its tags."""
+    """Everything that a page would fetch, its tags, and for every table the columns of each row."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.found: list[str] = []
         self.tags: list[str] = []
+        self.tables: list[list[int]] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append(0)
+        elif tag in ("td", "th"):
+            self.tables[-1][-1] += int(dict(attrs).get("colspan") or 1)
 
 
 def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
     page = report.write(synthetic_results(), tmp_path)
     source = page.read_text()
     references = References(source)
-    assert references.tags.count("img") == 2
+    assert references.tags.count("img") == 3
     assert all(found.startswith(("data:", "#")) for found in references.found)
     assert "script" not in references.tags  # the sample is escaped
+    assert all(len(set(columns)) == 1 for columns in references.tables)
     assert "url(" not in source
     assert "@import" not in source
     assert "All 1 checks passed" in source
-    assert source.count("not run") == 9  # at N = 16384 there is one point alone
+    # At N = 16384 there is one point alone: "seqkern" forward, which stands in both tables.
+    assert source.count("not run") == 2 * 2 * 5 - 2
+    assert (
+        "1,000 billion operations per second in float32 and 4,000 billion operations per second in bfloat16." in source
+    )
     assert "out of memory" in source
-    names = {"index.html", "results.json", "cost.png", "cost.svg", "loss_transformer.png", "loss_transformer.svg"}
+    figures = {f"{name}.{kind}" for name in ("cost", "variants", "loss_transformer") for kind in ("png", "svg")}
+    names = {"index.html", "results.json", *figures}
     assert {path.name for path in tmp_path.iterdir()} == names
     # The page can be drawn again from the JSON alone.
     again = report.write(json.loads((tmp_path / "results.json").read_text()), tmp_path / "again")
     assert again.read_text() == source
+
+
+def test_figures_draw_every_implementation() -> None:
+    result = quadratic_cost.analyse(synthetic_points(), RATES)
+    cost, variants = plots.cost_figure(result), plots.variants_figure(result)
+    assert (len(cost.axes), len(variants.axes)) == (4, 6)
+    for figure, names in ((cost, quadratic_cost.COMPARED), (variants, quadratic_cost.VARIANTS)):
+        for ax in figure.axes:
+            assert {str(label).split(",")[0] for label in ax.get_legend_handles_labels()[1]} == set(names)
+    titles = [ax.get_title("left") for ax in variants.axes]
+    assert titles[:2] == ["Time, forward", "Time, backward"]
+    assert titles[2:4] == ["Peak extra memory, forward", "Peak extra memory, forward+backward"]
+    assert titles[4:] == ["Share of GEMM, forward", "Share of GEMM, backward"]
+    drawn = {str(line.get_label()): line.get_ydata()[-1] for line in variants.axes[5].get_lines()}
+    point = next(p for p in result["points"] if (p["implementation"], p["length"]) == ("seqkern bfloat16", 8192))
+    assert drawn["seqkern bfloat16"] == pytest.approx(2.5 * 100 * point["share_of_gemm"])
+    assert variants.axes[5].get_yscale() == "linear"
 
 
 def test_report_shows_a_failed_check(tmp_path: Path) -> None:
@@ -347,7 +530,7 @@ def test_the_whole_job(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert str(tmp_path / "report" / "index.html") in result.stdout.splitlines()[-1]
-    assert len(result.stdout.splitlines()) < 200
+    assert len(result.stdout.splitlines()) < 240
     results = json.loads((tmp_path / "report" / "results.json").read_text())
     assert all(check["passed"] for check in results["checks"])
     assert {trained["model"] for trained in results["training"]} == set(training.RECIPES)

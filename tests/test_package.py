@@ -67,7 +67,10 @@ def test_references_are_short():
 @pytest.mark.parametrize("tier", _library.ISAS)
 def test_tiers_define_nothing_outside_their_namespace(tier):
     """A shared inline function compiled for AVX-512 could be the one that the linker keeps for all."""
-    objects = sorted((ROOT / "build" / "ninja").glob(f"*/*_cpu.{tier}.o"))
+    name = "*_amx.o" if tier == "amx" else f"*_cpu.{tier}.o"
+    objects = sorted((ROOT / "build" / "ninja").glob(f"*/{name}"))
+    if tier == "amx" and not objects and "amx" not in _library.available_isas():
+        pytest.skip("the compiler or the machine does not know it")
     if not objects and sysconfig.get_platform().endswith(("x86_64", "amd64")):
         pytest.fail("no objects: build with `make build` first")
     for path in objects:

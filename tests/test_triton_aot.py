@@ -30,6 +30,8 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
 }
 
 
@@ -69,7 +71,7 @@ def compile_module(module: str, arch: int, thorough: bool, tf32: bool) -> list[d
     reports = []
     kernels = importlib.import_module(f"seqkern.kernels.{module}")
     for name, launch in kernels.aot_configurations(SHARED_MEMORY[arch], thorough):
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.registers}
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             compiled = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=options)

@@ -131,6 +131,13 @@ struct AttentionKernels {
 
 SK_DECLARE_KERNEL_TABLE(AttentionKernels, attention_kernels)
 
+#if SK_AMX
+// For bfloat16 only.
+namespace amx {
+extern const AttentionKernels attention_kernels;
+}
+#endif
+
 // Internal linkage: what a tier's translation unit compiles must stay there.
 namespace {
 

@@ -23,12 +23,10 @@
 // busy and the bits do not depend on the number of threads. With the roles exchanged, a key block as the item and dQ
 // shared, the sums kept in memory would grow with the query heads instead of the shared key heads.
 //
-// Measured on one Zen 4 core at its own GEMM rate of 99 GFLOP/s (gemm.h: 115), B1 H8 N1024 float32, visible scores:
-// causal D64 84 forward, 91 backward; all keys D128 95 and 86. The softmax is a tenth of the forward pass.
-//
 // Tried and lost: kBlockQ 64 (backward 12% slower at D128: K, V, dK and dV come from L3 twice as often) and 192 (no
-// faster); kBlockK 128 (no faster); copies of Q and dO with padded rows against cache conflicts (no faster);
-// transposing in registers (0.7% of the forward pass, for 20 lines of shuffles).
+// faster); kBlockK 128 (no faster); transposed tiles with rows of 128 floats (a power of two: at D128 they share a few
+// sets of L1, and the forward pass took 12%, the backward pass 19% longer); transposing Q and dO in registers (0.7% of
+// the forward pass; masks, which are as large as the scores, are transposed so).
 #include "attention_backward.h"
 #include "attention_few.h"
 #include "attention_forward.h"

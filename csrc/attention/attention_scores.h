@@ -77,22 +77,19 @@ void fill_lanes(const AttentionShape& shape, const AttentionSequence& s, const A
 // ---- bias ----------------------------------------------------------------------------------------------------------
 
 // v[i][j] becomes v[j][i]: blocks beside the diagonal change places, for blocks of 1, 2, 4, ... lanes.
-template <class A>
+template <class A, int Step = 1>
 SK_INLINE void transpose_square(Vec<A> (&v)[W<A>]) {
-#pragma GCC unroll 4
-  for (int step = 1; step < W<A>; step *= 2) {
-    IVec<A> lower, upper;
-    for (int i = 0; i < W<A>; ++i) {
-      lower[i] = i & step ? W<A> + i - step : i;
-      upper[i] = i & step ? W<A> + i : i + step;
-    }
+  if constexpr (Step < W<A>) {
+    const IVec<A> lower = constant_lanes<IVec<A>, W<A>>([](int i) { return i & Step ? W<A> + i - Step : i; });
+    const IVec<A> upper = constant_lanes<IVec<A>, W<A>>([](int i) { return i & Step ? W<A> + i : i + Step; });
 #pragma GCC unroll 16
     for (int i = 0; i < W<A>; ++i) {
-      if (i & step) continue;
-      const Vec<A> a = v[i], b = v[i + step];
+      if (i & Step) continue;
+      const Vec<A> a = v[i], b = v[i + Step];
       v[i] = __builtin_shuffle(a, b, lower);
-      v[i + step] = __builtin_shuffle(a, b, upper);
+      v[i + Step] = __builtin_shuffle(a, b, upper);
     }
+    transpose_square<A, 2 * Step>(v);
   }
 }
 

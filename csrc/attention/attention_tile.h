@@ -9,8 +9,12 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// BLOCK_Q queries by BLOCK_K keys.
+// BLOCK_Q queries by BLOCK_K keys; a variant may define its own before it includes this.
+#if defined(SK_BLOCK_Q)
+constexpr int64_t kBlockQ = SK_BLOCK_Q, kBlockK = SK_BLOCK_K;
+#else
 constexpr int64_t kBlockQ = 128, kBlockK = 64;
+#endif
 // From one row of a transposed tile to the next: no power of two, whose rows would share a few sets of the cache.
 constexpr int64_t kLaneStride = kBlockQ + 16;
 // Tiles that an edge of the band crosses are computed in strips of so many rows, each as wide as it needs to be.
@@ -129,6 +133,14 @@ struct Part {
   int64_t begin, end, first, last;
 };
 
+// The strip of a crossed tile that begins at key k, as wide as the queries that see any of its keys; first >= last
+// where none does.
+SK_INLINE Part strip(const Geometry& g, int64_t k) {
+  const int64_t end = min(k + kStrip, g.keys);
+  return {k, end, max(0, k - g.high) / kStrip * kStrip,
+          clamp((end - g.low + kStrip - 1) / kStrip * kStrip, 0, g.lanes)};
+}
+
 // Calls body(part): the whole tile, or its strips of keys where an edge crosses it.
 template <class Body>
 SK_INLINE void for_key_strips(const Geometry& g, const Body& body) {
@@ -137,9 +149,7 @@ SK_INLINE void for_key_strips(const Geometry& g, const Body& body) {
     return;
   }
   for (int64_t k = g.begin; k < g.keys; k += kStrip) {
-    const int64_t end = min(k + kStrip, g.keys);
-    const Part part{k, end, max(0, k - g.high) / kStrip * kStrip,
-                    clamp((end - g.low + kStrip - 1) / kStrip * kStrip, 0, g.lanes)};
+    const Part part = strip(g, k);
     if (part.first < part.last) body(part);
   }
 }
@@ -171,11 +181,11 @@ SK_INLINE void for_lanes(int64_t begin, int64_t end, const Body& body) {
 
 // Overwrites what the queries of a part do not see.
 template <class A>
-SK_INLINE void hide(const Geometry& g, const Part& part, A value, A* tile) {
+SK_INLINE void hide(const Geometry& g, const Part& part, A value, A* tile, int64_t stride = kLaneStride) {
   if (!g.crossed) return;
   for (int64_t k = part.begin; k < part.end; ++k) {
-    for (int64_t q = part.first; q < min(k - g.high, part.last); ++q) tile[k * kLaneStride + q] = value;
-    for (int64_t q = max(part.first, k - g.low + 1); q < part.last; ++q) tile[k * kLaneStride + q] = value;
+    for (int64_t q = part.first; q < min(k - g.high, part.last); ++q) tile[k * stride + q] = value;
+    for (int64_t q = max(part.first, k - g.low + 1); q < part.last; ++q) tile[k * stride + q] = value;
   }
 }
 

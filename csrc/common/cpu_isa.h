@@ -12,7 +12,8 @@
 
 namespace seqkern {
 
-enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2 };
+// amx: AVX-512 with matrix tiles for bfloat16. Ops without kernels of their own for it run those of avx512.
+enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
 
 // The tier in use: the best one this machine has, unless SEQKERN_CPU_ISA or set_isa() chose another.
 Isa active_isa();
@@ -37,6 +38,7 @@ bool set_isa(const char* name);
   }                                          \
   inline const Table& name() {               \
     switch (active_isa()) {                  \
+      case Isa::amx:                         \
       case Isa::avx512: return avx512::name; \
       case Isa::avx2: return avx2::name;     \
       default: return generic::name;         \

@@ -65,17 +65,14 @@ SK_INLINE void philox(uint64_t seed, vu32 c0, vu32 c1, vu32 c2, vu32 (&words)[4]
 // The words of the elements [first, first + 4 W) of a row, in order; `first` is a multiple of 4.
 SK_INLINE void philox_words(uint64_t seed, int64_t row, int64_t first, uint32_t* words) {
   constexpr int lanes = W<float>;
-  vu32 lane, c[4];
-  for (int i = 0; i < lanes; ++i) lane[i] = static_cast<uint32_t>(i);
+  const vu32 lane = constant_lanes<vu32, lanes>([](int i) { return i; });
+  vu32 c[4];
   philox(seed, lane + static_cast<uint32_t>(first / 4), vu32{} + static_cast<uint32_t>(row),
          vu32{} + static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), c);
   const vu32 c0 = c[0], c1 = c[1], c2 = c[2], c3 = c[3];
   // Lane i of the four vectors holds words 0 to 3 of counter i: two rounds of interleaving bring them side by side.
-  vi32 lower, upper;
-  for (int i = 0; i < lanes; ++i) {
-    lower[i] = i / 2 + (i % 2) * lanes;
-    upper[i] = lower[i] + lanes / 2;
-  }
+  const vi32 lower = constant_lanes<vi32, lanes>([](int i) { return i / 2 + (i % 2) * lanes; });
+  const vi32 upper = lower + lanes / 2;
   const vu32 even_low = __builtin_shuffle(c0, c2, lower), even_high = __builtin_shuffle(c0, c2, upper);
   const vu32 odd_low = __builtin_shuffle(c1, c3, lower), odd_high = __builtin_shuffle(c1, c3, upper);
   const vu32 ordered[4] = {__builtin_shuffle(even_low, odd_low, lower), __builtin_shuffle(even_low, odd_low, upper),

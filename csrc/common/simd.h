@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -66,6 +68,16 @@ constexpr int64_t round_up(int64_t n) {
   return (n + W<A> - 1) / W<A> * W<A>;
 }
 
+// {f(0), f(1), ...} as a constant: a loop over v[i] = f(i) would build the vector at run time, lane by lane.
+template <class V, class F, int... I>
+SK_INLINE V constant_lanes(const F& f, std::integer_sequence<int, I...>) {
+  return V{static_cast<typename std::remove_reference<decltype(V{}[0])>::type>(f(I))...};
+}
+template <class V, int Lanes, class F>
+SK_INLINE V constant_lanes(const F& f) {
+  return constant_lanes<V>(f, std::make_integer_sequence<int, Lanes>{});
+}
+
 template <class To, class From>
 SK_INLINE To bit_cast(const From& x) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast between different sizes");
@@ -99,9 +111,18 @@ SK_INLINE vf64 load(const double* p) {
   return v;
 }
 SK_INLINE vf32 load(const BFloat16* p) {
+  // The compiler would widen each half of the vector on its own and join them again.
+#if defined(__AVX512F__)
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return bit_cast<vf32>(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return bit_cast<vf32>(_mm256_slli_epi32(wide, 16));
+#else
   vu16 h;
   __builtin_memcpy(&h, p, sizeof(h));
   return bit_cast<vf32>(__builtin_convertvector(h, vu32) << 16);
+#endif
 }
 SK_INLINE vf32 load(const Half* p) {
 #if defined(__AVX512F__)
@@ -188,26 +209,25 @@ SK_INLINE Vec<A> keep_first(Vec<A> v, int64_t n) {
 }
 
 // ---- reductions, in a fixed order ----------------------------------------------------------------------------------
+template <class A, int Step>
+SK_INLINE Vec<A> rotated(Vec<A> v) {
+  return __builtin_shuffle(v, constant_lanes<IVec<A>, W<A>>([](int i) { return (i + Step) % W<A>; }));
+}
+template <class A, int Step = W<A> / 2, class Op>
+SK_INLINE A reduce_lanes(Vec<A> v, const Op& op) {
+  if constexpr (Step == 0) {
+    return v[0];
+  } else {
+    return reduce_lanes<A, Step / 2>(op(v, rotated<A, Step>(v)), op);
+  }
+}
 template <class A>
 SK_INLINE A sum_lanes(Vec<A> v) {
-#pragma GCC unroll 4
-  for (int step = W<A> / 2; step > 0; step /= 2) {
-    IVec<A> across;
-    for (int i = 0; i < W<A>; ++i) across[i] = (i + step) % W<A>;
-    v += __builtin_shuffle(v, across);
-  }
-  return v[0];
+  return reduce_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a + b; });
 }
 template <class A>
 SK_INLINE A max_lanes(Vec<A> v) {
-#pragma GCC unroll 4
-  for (int step = W<A> / 2; step > 0; step /= 2) {
-    IVec<A> across;
-    for (int i = 0; i < W<A>; ++i) across[i] = (i + step) % W<A>;
-    const Vec<A> other = __builtin_shuffle(v, across);
-    v = v > other ? v : other;
-  }
-  return v[0];
+  return reduce_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a > b ? a : b; });
 }
 
 // Of NaN and a number the second argument comes back, as the instructions have it.

@@ -1,0 +1,222 @@
+// Matrix tiles for attention in bfloat16: operands in the layout that they want, products over them, and exp2.
+//
+// A tile is 16 rows of 64 bytes. TDPBF16PS adds to a tile of 16 x 16 floats the product of a left tile, 16 rows of 32
+// bfloat16, and a right tile whose row i holds the rows 2i and 2i + 1 of the operand, pair by pair: 16 384 operations
+// in 16 cycles. Packed operands are tiles of 1 KB, one behind the other, padded with zeros:
+//
+//   rows        left tiles of the matrix as it lies: 16 rows by 32 columns
+//   transposed  left tiles of its transpose: 16 columns by 32 rows
+//   columns     right tiles of its transpose: a tile multiplies 32 columns, and gives 16 rows as the result's columns
+//   pairs       right tiles of the matrix as it lies: 32 rows by 16 columns
+//
+// A library that uses tiles releases their configuration when it is done (oneDNN does): every entry of a kernel loads
+// it, and releases it.
+#pragma once
+
+#include "attention_scores.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kTileElements = kTileBytes / 2;
+constexpr float kLog2e = 1.44269504088896f;
+
+SK_INLINE int64_t tiles(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
+
+// In memory for good: the compiler's intrinsic reads 64 bytes but admits to reading 8, so that parts of a local one
+// might never be written.
+struct alignas(64) TilePalette {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TilePalette) == 64, "as the instruction reads it");
+constexpr TilePalette kPalette;
+
+class TileConfiguration {
+ public:
+  TileConfiguration() { _tile_loadconfig(&kPalette); }
+  TileConfiguration(const TileConfiguration&) = delete;
+  TileConfiguration& operator=(const TileConfiguration&) = delete;
+  ~TileConfiguration() { _tile_release(); }
+};
+
+// The intrinsics do not tell the compiler which memory they touch: what was stored before must be there, and what is
+// loaded later must be loaded later.
+SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
+
+// ---- packing -------------------------------------------------------------------------------------------------------
+
+SK_INLINE __mmask32 first_lanes(int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << max(n, 0)) - 1; }
+
+// 32 columns of a row from `column` on, those from `columns` on zero.
+SK_INLINE __m512i load_columns(const BFloat16* row, int64_t column, int64_t columns) {
+  return _mm512_maskz_loadu_epi16(first_lanes(columns - column), row + column);
+}
+// 16 columns of two rows, pair by pair.
+SK_INLINE __m512i load_pairs(const Rows& m, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  const __mmask16 mask = static_cast<__mmask16>(first_lanes(min(columns - column, 16)));
+  __m512i pair = _mm512_setzero_si512();
+  if (row < rows) pair = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at<BFloat16>(m, row) + column));
+  if (row + 1 < rows) {
+    const __m256i second = _mm256_maskz_loadu_epi16(mask, at<BFloat16>(m, row + 1) + column);
+    pair = _mm512_or_si512(pair, _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+  }
+  return pair;
+}
+
+// Rows [first, first + count) of m; tile (row / 16, column / 32), columns fastest.
+inline void pack_rows(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
+  const int64_t depth = tiles(columns, 32);
+  for (int64_t r = 0; r < (count + 15) / 16 * 16; ++r) {
+    for (int64_t d = 0; d < depth; ++d) {
+      const __m512i v = r < count ? load_columns(at<BFloat16>(m, first + r), d * 32, columns) : _mm512_setzero_si512();
+      _mm512_store_si512(to + ((r / 16) * depth + d) * kTileElements + r % 16 * 32, v);
+    }
+  }
+}
+
+// Tile (row / 16, column / 32), columns fastest: row i of it holds the columns 2i and 2i + 1 of 16 rows.
+inline void pack_columns(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
+  const int64_t depth = tiles(columns, 32);
+  for (int64_t t = 0; t < tiles(count, 16); ++t) {
+    for (int64_t d = 0; d < depth; ++d) {
+      Vec<float> v[16];
+      for (int r = 0; r < 16; ++r) {
+        const bool exists = t * 16 + r < count;
+        v[r] = bit_cast<Vec<float>>(exists ? load_columns(at<BFloat16>(m, first + t * 16 + r), d * 32, columns)
+                                           : _mm512_setzero_si512());
+      }
+      transpose_square<float>(v);
+      BFloat16* tile = to + (t * depth + d) * kTileElements;
+      for (int r = 0; r < 16; ++r) _mm512_store_si512(tile + r * 32, bit_cast<__m512i>(v[r]));
+    }
+  }
+}
+
+// Tile (row / 32, column / 16), columns fastest: row i of it holds the rows 2i and 2i + 1.
+inline void pack_pairs(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
+  for (int64_t t = 0; t < tiles(count, 32); ++t)
+    for (int64_t c = 0; c < tiles(columns, 16); ++c)
+      for (int64_t i = 0; i < 16; ++i)
+        _mm512_store_si512(to + (t * tiles(columns, 16) + c) * kTileElements + i * 32,
+                           load_pairs(m, first + t * 32 + 2 * i, first + count, c * 16, columns));
+}
+
+// Tile (row / 32, column / 16), columns fastest: its rows are 16 columns of m, each with 32 rows of m.
+inline void pack_transposed(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
+  for (int64_t t = 0; t < tiles(count, 32); ++t) {
+    for (int64_t c = 0; c < tiles(columns, 16); ++c) {
+      Vec<float> v[16];
+      for (int64_t i = 0; i < 16; ++i)
+        v[i] = bit_cast<Vec<float>>(load_pairs(m, first + t * 32 + 2 * i, first + count, c * 16, columns));
+      transpose_square<float>(v);
+      BFloat16* tile = to + (t * tiles(columns, 16) + c) * kTileElements;
+      for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 32, bit_cast<__m512i>(v[i]));
+    }
+  }
+}
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// Tiles of one operand: from one tile of rows (of the right one: of columns) to the next, and from one step of the
+// depth to the next, in bytes; `stride` between the rows of a tile.
+struct Tiles {
+  const void* data;
+  int64_t outer, depth, stride = 64;
+  SK_INLINE Tiles at(int64_t outer_tiles, int64_t steps) const {
+    return {static_cast<const char*>(data) + outer_tiles * outer + steps * depth, outer, depth, stride};
+  }
+};
+
+// C (+)= A B for M x N tiles of C, at most two by two: accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7.
+template <int M, int N>
+SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, bool accumulate) {
+  const int64_t row_bytes = ldc * 4;
+  memory_barrier();
+  if (accumulate) {
+    _tile_loadd(0, c, row_bytes);
+    if constexpr (N == 2) _tile_loadd(1, c + 16, row_bytes);
+    if constexpr (M == 2) _tile_loadd(2, c + 16 * ldc, row_bytes);
+    if constexpr (M == 2 && N == 2) _tile_loadd(3, c + 16 * ldc + 16, row_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (N == 2) _tile_zero(1);
+    if constexpr (M == 2) _tile_zero(2);
+    if constexpr (M == 2 && N == 2) _tile_zero(3);
+  }
+  const char *left = static_cast<const char*>(a.data), *right = static_cast<const char*>(b.data);
+  for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth) {
+    _tile_loadd(4, left, a.stride);
+    _tile_loadd(6, right, b.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (N == 2) {
+      _tile_loadd(7, right + b.outer, b.stride);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (M == 2) {
+      _tile_loadd(5, left + a.outer, a.stride);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, c, row_bytes);
+  if constexpr (N == 2) _tile_stored(1, c + 16, row_bytes);
+  if constexpr (M == 2) _tile_stored(2, c + 16 * ldc, row_bytes);
+  if constexpr (M == 2 && N == 2) _tile_stored(3, c + 16 * ldc + 16, row_bytes);
+  memory_barrier();
+}
+
+// An element of C does not depend on the tiles beside its own.
+inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
+                     int64_t ldc, bool accumulate) {
+  for (int64_t n = 0; n < column_tiles; n += 2) {
+    const bool two = n + 1 < column_tiles;
+    for (int64_t m = 0; m < row_tiles; m += 2) {
+      float* corner = c + m * 16 * ldc + n * 16;
+      const Tiles left = a.at(m, 0), right = b.at(n, 0);
+      if (m + 1 < row_tiles) {
+        if (two) tile_block<2, 2>(steps, left, right, corner, ldc, accumulate);
+        else tile_block<2, 1>(steps, left, right, corner, ldc, accumulate);
+      } else {
+        if (two) tile_block<1, 2>(steps, left, right, corner, ldc, accumulate);
+        else tile_block<1, 1>(steps, left, right, corner, ldc, accumulate);
+      }
+    }
+  }
+}
+
+// The same where C ends after `rows` rows: the last tile takes a detour.
+inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
+                          int64_t ldc, bool accumulate) {
+  const int64_t whole = rows / 16, rest = rows % 16;
+  if (whole > 0) multiply(whole, column_tiles, steps, a, b, c, ldc, accumulate);
+  if (rest == 0) return;
+  alignas(64) float last[16 * 16] = {};
+  for (int64_t n = 0; n < column_tiles; ++n) {
+    float* corner = c + whole * 16 * ldc + n * 16;
+    for (int64_t r = 0; accumulate && r < rest; ++r) store(last + r * 16, load(corner + r * ldc));
+    tile_block<1, 1>(steps, a.at(whole, 0), b.at(n, 0), last, 16, accumulate);
+    for (int64_t r = 0; r < rest; ++r) store(corner + r * ldc, load(last + r * 16));
+  }
+}
+
+// ---- exp2 ----------------------------------------------------------------------------------------------------------
+
+// 2^x with a relative error of 3e-6, for results that are rounded to bfloat16 (4e-3): 2^x = 2^floor(x) p(x - floor(x)).
+// 0 at -inf.
+SK_INLINE __m512 exp2_bf16(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  __m512 p = _mm512_set1_ps(0x1.b7f738p-7f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.abf866p-5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.ee2452p-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.62d6c6p-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, x);
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern

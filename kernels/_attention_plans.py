@@ -1,0 +1,273 @@
+"""Tiles and arguments of the attention kernels: chosen before a launch, from shapes, dtypes and options alone."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ._attention_blocks import NATURAL, RAW, SCALED
+from ._common import TRITON_DTYPE, Launch, accumulator, dropout_scalars, unit_last
+
+# Integers that must not be compiled in: nothing is compiled again when only lengths change.
+SIZES = [
+    "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries",
+    "max_keys", "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides",
+    "o_strides", "queries", "chunks",
+]  # fmt: skip
+_FAR = 2**30  # a limit this far from the diagonal hides nothing, and sums of it with positions fit 32 bits
+
+
+class Problem(NamedTuple):
+    """What all kernels of one call share, in the form in which they take it."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None  # bool as uint8; columns contiguous, or one for all
+    query_starts: torch.Tensor | None
+    key_starts: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    slopes: torch.Tensor | None
+    seed: torch.Tensor | None
+    max_queries: int
+    max_keys: int
+    diagonal: int
+    low: int | None
+    high: int | None
+    lower_right: bool
+    scale: float
+    softcap: float
+    dropout_p: float
+    limit: int  # bytes of shared memory
+
+    @property
+    def sequences(self) -> int:
+        return self.query.size(0) if self.query_starts is None else self.query_starts.numel() - 1
+
+    @property
+    def visits_every_key(self) -> bool:
+        """Whether a tile of queries meets every key that the mask has a column for, but for the band."""
+        return self.query_starts is None and self.key_lengths is None
+
+    @property
+    def units(self) -> int:
+        if self.mask is not None and self.mask.is_floating_point():
+            return NATURAL.value
+        return SCALED.value if self.softcap or self.slopes is not None else RAW.value
+
+
+def prepare(
+    query, key, value, attn_mask, query_starts, key_starts, key_lengths, slopes, seed, max_queries, max_keys,
+    diagonal, lower_right, left, right, scale, softcap, dropout_p, limit,
+):  # fmt: skip
+    """(problem, sign): `sign` is what the query was multiplied by, None for nothing."""
+    if not (1 <= query.size(-1) <= 256 and 1 <= value.size(-1) <= 256):
+        raise NotImplementedError(
+            "seqkern attention: the Triton kernels take head dimensions of 1 to 256, got query "
+            f'{tuple(query.shape)} and value {tuple(value.shape)}; use_backend("reference") runs any'
+        )
+
+    def within(position):
+        return min(max(position, -_FAR), _FAR)
+
+    low = None if left < 0 else within(diagonal - left)
+    high = None if right < 0 else within(diagonal + right)
+    mask = None if attn_mask is None else _mask(attn_mask, query.dtype)
+    problem = Problem(
+        unit_last(query), unit_last(key), unit_last(value), mask, query_starts, key_starts, key_lengths, slopes, seed,
+        max_queries, max_keys, within(diagonal), low, high, lower_right, float(scale), float(softcap), dropout_p, limit,
+    )  # fmt: skip
+    if problem.units != RAW.value or scale > 0:
+        return problem, None
+    # The maximum is taken before the scale, which therefore has to be positive: the query takes its sign.
+    sign = -1.0 if scale < 0 else 0.0
+    return problem._replace(query=problem.query * sign, scale=-float(scale) or 1.0), sign
+
+
+def _mask(mask, dtype):
+    mask = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
+    if mask.dtype == torch.bool and dtype == torch.float64:
+        # Triton lays the operands of a product out by the smallest element loaded for them: bytes fail with fp64.
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    elif mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    mask = unit_last(mask)
+    return mask if mask.stride(-2) < 2**24 else mask.contiguous()  # offsets within a tile fit 32 bits
+
+
+def result(problem, shape):
+    """Memory for a result with a head dimension: packed sequences lie as (T, H, D), without their batch entry of 1."""
+    if problem.query_starts is None:
+        return problem.query.new_empty(shape)
+    _, heads, rows, columns = shape
+    filled = problem.query.new_zeros if _launches_nothing(problem) else problem.query.new_empty
+    return filled((rows, heads, columns)).transpose(0, 1).unsqueeze(0)
+
+
+def statistics(problem, shape, unseen):
+    """Memory for one number a row, and what rows of no sequence get where no kernel runs that would write it."""
+    memory = problem.query.new_empty(shape, dtype=accumulator(problem.query.dtype))
+    return memory.fill_(unseen) if problem.query_starts is not None and _launches_nothing(problem) else memory
+
+
+def _launches_nothing(problem):
+    return 0 in (problem.sequences, problem.max_queries, problem.max_keys)
+
+
+# (BLOCK_Q, BLOCK_K, num_warps, num_stages) for head dimensions up to 64, 128 and 256: the largest tiles found that
+# compile without spills for causal and full attention, exact and padded head dimensions. Queries (in the last kernel:
+# keys) are split over the warps, 16 rows each at least; fewer rows than that and two warps do the same work.
+# Options halve the blocks that a kernel walks: see `_tile`.
+_TILES = {
+    # 16 bits, 227 KB of shared memory (sm_90, sm_100): operands stay in shared memory, so tiles are large
+    "wgmma": {
+        "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+        "grad_query": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
+        "grad_key_value": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 2)),
+    },
+    # 16 bits, 99 KB (sm_80, sm_120): operands pass through registers
+    "mma": {
+        "forward": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "grad_query": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "grad_key_value": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+    },
+    # 16 bits, some stride or head dimension no multiple of 8: elements are loaded one by one
+    "unaligned": {
+        "forward": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        "grad_query": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+        "grad_key_value": ((32, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "float32": {
+        "forward": ((64, 64, 8, 1), (64, 32, 4, 1), (64, 32, 8, 1)),
+        "grad_query": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 64, 8, 1)),
+        "grad_key_value": ((64, 64, 8, 1), (64, 64, 8, 1), (32, 32, 8, 1)),
+    },
+    "float32 unaligned": {
+        "forward": ((64, 64, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1)),
+        "grad_query": ((32, 32, 8, 1), (16, 16, 4, 1), (32, 16, 4, 1)),
+        "grad_key_value": ((32, 64, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    },
+    "float64": {
+        "forward": ((32, 16, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        "grad_query": ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+        "grad_key_value": ((16, 8, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    },
+}
+
+
+# The same for decoding, BLOCK_Q at most: shared memory has to hold two stages of keys and values, registers few rows.
+_DECODE_TILES = {
+    "wgmma": ((64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 8, 2)),
+    "mma": ((64, 64, 4, 2), (64, 64, 4, 2), (32, 32, 8, 2)),
+    "unaligned": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1)),
+    "float32": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    "float32 unaligned": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    "float64": ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+}
+
+
+# Where halving is not the right answer to the options of a level.
+_EXCEPTIONS = {
+    ("wgmma", "forward", 1, 1): (128, 32, 8, 2),
+    ("wgmma", "forward", 2, "window"): (128, 32, 8, 2),
+    ("wgmma", "forward", 2, 1): (64, 32, 8, 2),
+    ("wgmma", "forward", 2, 2): (64, 32, 8, 2),
+    ("wgmma", "grad_query", 2, 2): (32, 16, 8, 1),
+    ("wgmma", "grad_key_value", 1, 2): (16, 64, 8, 2),
+    ("mma", "grad_query", 2, 2): (32, 16, 8, 1),
+    ("mma", "grad_key_value", 0, 2): (16, 64, 8, 1),
+    ("mma", "grad_key_value", 1, 2): (16, 64, 8, 1),
+    ("float32", "grad_query", 1, 2): (32, 16, 4, 1),
+    ("float32", "grad_key_value", 1, 1): (32, 32, 8, 1),
+    ("float64", "grad_query", 1, 1): (16, 16, 4, 1),
+}
+
+
+def _pieces(problem):
+    """How much the options keep in registers beside the scores, in halves of a tile."""
+    pieces = 2 * (problem.mask is not None) + 2 * (problem.dropout_p > 0)
+    return pieces + (problem.softcap > 0) + (problem.slopes is not None)
+
+
+def _tile(kernel, problem, head_dim, aligned):
+    """The row of the table for a kernel: by head dimension, bytes per element, alignment, options, shared memory."""
+    size = problem.query.element_size()
+    if size == 8:
+        kind = "float64"
+    elif size == 4:
+        kind = "float32" if aligned else "float32 unaligned"
+    else:
+        kind = "unaligned" if not aligned else "wgmma" if problem.limit >= 227 * 1024 else "mma"
+    if kernel == "grad_mask":  # reads its tiles in slices, whatever the head dimension
+        return (32, 32, 4, 1) if size == 8 else (64, 64, 8, 1) if kind == "wgmma" else (64, 32, 8, 1)
+    if kernel == "decode":
+        return _DECODE_TILES[kind][0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+    column = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    pieces = _pieces(problem)
+    if kernel == "grad_query" and problem.slopes is not None:  # sums distances
+        pieces += 1
+    level = min(2, max(0, pieces - 1))
+    exception = (kind, kernel, column, "window" if level == 0 and problem.low is not None else level)
+    if exception in _EXCEPTIONS:
+        return _EXCEPTIONS[exception]
+    block_q, block_k, warps, stages = _TILES[kind][kernel][column]
+    if kernel == "grad_key_value":
+        block_q = max(min(16, block_q), block_q >> level)
+    else:
+        block_k = max(min(16, block_k), block_k >> level)
+    return block_q, block_k, warps, stages
+
+
+def plan(kernel, pointers, strided, problem, *more):
+    """One launch: `pointers`, the strides of `strided` and `more` lead its arguments, then what all kernels share."""
+    query, key, value, mask = problem.query, problem.key, problem.value, problem.mask
+    (_, h, nq, d), (hk, nk), dv = query.shape, key.shape[1:3], value.size(-1)
+    name = kernel.__name__.strip("_").removesuffix("_kernel")
+    strides = tuple(tensor.stride()[:3] for tensor in strided)
+    aligned = all(n % 8 == 0 for n in (d, dv, *sum(strides, ())))
+    block_q, block_k, warps, stages = _tile(name, problem, max(d, dv), aligned)
+    if name == "decode":
+        block_q = min(block_q, max(16, triton.next_power_of_2(nq)))
+    tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    mask_row, mask_columns, mask_strides = None, 0, (0, 0)
+    if mask is not None:
+        by_sequence, by_head, by_row, by_column = (
+            0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
+        )
+        mask_strides, mask_row = (by_sequence, by_head), by_row or None
+        if by_column:
+            mask_columns = 8 if all(n % 8 == 0 for n in (by_sequence, by_head, by_row)) else 1
+    constants = {
+        "UNITS": problem.units,
+        "SOFTCAP": problem.softcap > 0,
+        "MASK_COLUMNS": mask_columns,
+        "ACC": TRITON_DTYPE[accumulator(query.dtype)],
+        "PRECISION": "tf32" if tf32 else "ieee",
+        "ALIGNED": aligned,
+        "BLOCK_Q": block_q,
+        "BLOCK_K": block_k,
+        "BLOCK_D": max(16, triton.next_power_of_2(d)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(dv)),
+        "SLICE": 32 if query.element_size() > 2 else 64 if name == "grad_mask" else 256,
+    }
+    query_blocks, key_blocks = triton.cdiv(problem.max_queries, block_q), triton.cdiv(problem.max_keys, block_k)
+    if name == "decode":
+        programs = problem.sequences * hk * triton.cdiv(nq, block_q) * more[1]
+    elif name == "grad_mask":
+        ((mask_sequences, mask_heads),) = more
+        programs = mask_sequences * mask_heads * query_blocks * key_blocks
+    elif name == "grad_key_value":
+        programs = problem.sequences * hk * key_blocks
+    else:
+        programs = problem.sequences * h * query_blocks
+    keep_scale, threshold = dropout_scalars(problem.dropout_p)
+    arguments = (
+        *pointers, *strides, *more, mask, problem.query_starts, problem.key_starts, problem.key_lengths, problem.slopes,
+        problem.seed, mask_strides, mask_row, problem.scale, problem.softcap or 1.0, keep_scale, threshold,
+        problem.diagonal, problem.low, problem.high, int(problem.lower_right), problem.sequences,
+        h, hk, nq, nk, d, dv, problem.max_queries, problem.max_keys,
+    )  # fmt: skip
+    # Beside its options a kernel spills a little where ptxas would rather fit two programs: not asked for.
+    shaped = any(option is not None for option in (problem.low, problem.query_starts, problem.key_lengths))
+    registers = 255 if shaped or _pieces(problem) else None
+    return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages, registers)
