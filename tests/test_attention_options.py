@@ -148,7 +148,7 @@ def cases(draw):
 
 
 @given(case=cases(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_combination(case, dtype):
     for report in check_case(attention_case(**case), dtype):
         # Of a few numbers torch may have no error at all by luck.
@@ -238,8 +238,8 @@ def test_the_diagonal_comes_from_the_shapes():
     torch.testing.assert_close(ours, attention(query, key, value, causal=True, attn_mask=hidden))
 
 
-@pytest.mark.parametrize("window", [(0, 0), (5, 0), (0, 70), (3, None), (None, 2), (-1, -1), (64, 64), (2**62, 2**62)])
-@pytest.mark.parametrize(("queries", "keys"), [(150, 150), (70, 200), (200, 70)])
+@pytest.mark.parametrize("window", [(0, 0), (5, 0), (0, 70), (3, None), (-1, 2), (64, 64), (2**62, 2**62)])
+@pytest.mark.parametrize(("queries", "keys"), [(70, 200), (200, 70)])
 @pytest.mark.parametrize("align", ["lower_right", "upper_left"])
 def test_window(window, queries, keys, align, isa):
     inputs = qkv(queries, keys, dtype=torch.float64)
@@ -509,7 +509,7 @@ def small(bool_mask=False):
     def leaf(*shape):
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
-    inputs = [leaf(1, 2, 3, 2), leaf(1, 1, 4, 2), leaf(1, 1, 4, 2), leaf(1, 2, 3, 4), leaf(2), leaf(2)]
+    inputs = [leaf(1, 2, 3, 1), leaf(1, 1, 4, 1), leaf(1, 1, 4, 2), leaf(1, 1, 3, 4), leaf(2), leaf(2)]
     options = {"causal": True, "window": (2, None), "softcap": 1.5, "dropout_p": 0.3, "return_lse": True, "scale": 0.7}
     options["key_lengths"] = torch.tensor([3])
     hidden = torch.rand(1, 2, 3, 4) < 0.3
@@ -552,6 +552,18 @@ def test_second_derivatives_of_a_mask_that_broadcasts(shape, two_blocks):
     inputs = qkv(3, 4, batch=2, heads=1, head_dim=1, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda *tensors: sdpa(*tensors), (*inputs, mask))
+
+
+def test_sums_over_blocks_are_rounded_once(monkeypatch):
+    """Second derivatives in bfloat16 by 100 blocks: what is summed over them is as good as by one."""
+    inputs = qkv(200, 40, batch=1, heads=2, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for queries in (1000, 2):
+        monkeypatch.setattr(_attention_autograd, "_QUERIES", queries)
+        monkeypatch.setattr(_attention_autograd, "_SCORES", 1)
+        grads = torch.autograd.grad(attention(*inputs).float().square().sum(), inputs, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.float().square().sum() for g in grads), inputs))
+    torch.testing.assert_close(*results, atol=0.0, rtol=2 * torch.finfo(torch.bfloat16).eps)
 
 
 @pytest.mark.parametrize("wanted", ["attn_mask", "alibi_slopes", "sinks"])
