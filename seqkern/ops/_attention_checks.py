@@ -150,7 +150,7 @@ def check_band(op: str, causal: bool, window: Sequence[int | None] | None) -> tu
         if side is not None and side < -1:
             raise ValueError(f"{op}: window must have numbers >= 0 in it (-1 or None: no limit), got {tuple(window)}")
     # A side beyond 2^62 is longer than any sequence, and would not fit the op.
-    left, right = (-1 if side is None or isinstance(side, int) and side >= 2**62 else side for side in window)
+    left, right = (-1 if side is None or (isinstance(side, int) and side >= 2**62) else side for side in window)
     return left, 0 if causal else right
 
 
