@@ -285,11 +285,15 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         where = "interpreted on CPU" if tensor.device.type == "cpu" else f"compiled for {tensor.device}"
         return Choice(op, backend, f"Triton, {where}", asked or "CUDA tensors run the Triton kernels")
     isa, best = cpu_isa(), available_isas()[-1]
-    tier = "the best tier this machine has" if isa == best else f"chosen; this machine also has {best}"
+    tier = (
+        f"{isa} is the best tier this machine has" if isa == best else f"{isa} is chosen; this machine also has {best}"
+    )
+    if isa == "amx" and not ("attention" in op and tensor.dtype == torch.bfloat16):
+        isa, tier = "avx512", f"{tier}, but has kernels for bfloat16 attention only"
     accumulate = "float64" if tensor.dtype == torch.float64 else "float32"
     copied = [i for i, t in enumerate(tensors) if t.dim() and t.size(-1) > 1 and t.stride(-1) != 1]
     note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""
-    reason = f"{asked or 'CPU tensors run the C++ kernels'}; {isa} is {tier}; accumulates in {accumulate}{note}"
+    reason = f"{asked or 'CPU tensors run the C++ kernels'}; {tier}; accumulates in {accumulate}{note}"
     return Choice(op, backend, f"C++ {isa}", reason)
 
 

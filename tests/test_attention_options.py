@@ -193,7 +193,7 @@ def test_a_mask_means_what_torch_means(data, rank, queries, keys, is_causal, kin
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_float32_mask_for_half_precision(dtype, isa):
     """Not rounded to the query's dtype; its gradient is float32."""
-    inputs, mask = qkv(70, 130, dtype=dtype), torch.randn(4, 70, 130) / 1000 + 100
+    inputs, mask = qkv(70, 130, dtype=dtype), torch.randn(4, 70, 130) + 1000  # which bfloat16 and float16 would lose
     out, _, _, _, _, grad = everything(inputs, attn_mask=mask)
     expected = reference.attention(*(t.double() for t in inputs), mask[None].double())[0]
     assert grad.dtype == torch.float32
@@ -238,14 +238,14 @@ def test_the_diagonal_comes_from_the_shapes():
     torch.testing.assert_close(ours, attention(query, key, value, causal=True, attn_mask=hidden))
 
 
-@pytest.mark.parametrize("window", [(0, 0), (5, 0), (0, 70), (3, None), (-1, 2), (64, 64), (2**62, 2**62)])
+@pytest.mark.parametrize("window", [(0, 0), (5, 0), (0, 70), (3, None), (-1, 2), (64, 64), (2**62, 2**70)])
 @pytest.mark.parametrize(("queries", "keys"), [(70, 200), (200, 70)])
 @pytest.mark.parametrize("align", ["lower_right", "upper_left"])
 def test_window(window, queries, keys, align, isa):
     inputs = qkv(queries, keys, dtype=torch.float64)
     diagonal = keys - queries if align == "lower_right" else 0
     distance = torch.arange(queries)[:, None] + diagonal - torch.arange(keys)
-    left, right = (math.inf if side in (None, -1) else side for side in window)
+    left, right = (math.inf if side in (None, -1) else float(side) for side in window)
     mask = (distance <= left) & (-distance <= right)
     ours = everything(inputs, window=window, causal_align=align)
     torch.testing.assert_close(ours, everything(inputs, attn_mask=mask))
@@ -323,9 +323,10 @@ def test_dropout_rate():
 
 @pytest.mark.parametrize("p", [1.0, 1 - 1e-9])
 def test_everything_dropped(p, isa):
-    out, lse, *grads = everything(qkv(70), dropout_p=p)
+    inputs = qkv(70)
+    out, lse, *grads = everything(inputs, dropout_p=p)
     assert torch.equal(out, torch.zeros_like(out))
-    torch.testing.assert_close(lse, everything(qkv(70), dropout_p=0.0)[1], atol=10, rtol=1)
+    torch.testing.assert_close(lse, everything(inputs)[1])
     assert all(g.isfinite().all() for g in grads)
 
 
@@ -415,7 +416,9 @@ def test_tails_of_rows_with_low_scores(low, keys, isa, dtype):
     assert all(t.isfinite().all() for t in ours)
     assert (ours[1] < -88.8).all()
     theirs = reference.attention(*(t.double() for t in inputs), scale=1.0)
-    torch.testing.assert_close(ours[0].double(), theirs[0], atol=0.05, rtol=0.05)
+    # A last place of a score of 1e4 in float32 is 1e-3.
+    tolerance = {torch.float64: 1e-9, torch.float32: 5e-3}.get(dtype, 0.02)
+    torch.testing.assert_close(ours[0].double(), theirs[0], atol=tolerance, rtol=tolerance)
     out, _, *grads = everything(inputs, scale=1.0, causal=True, window=(20, None))
     assert all(t.isfinite().all() for t in (out, *grads))
 
@@ -724,6 +727,7 @@ META = torch.empty(2, device="meta")
         (TypeError, "softcap must be a number or None, got Tensor", {"softcap": torch.ones(())}),
         (ValueError, "softcap must be a finite number >= 0, got -1.0", {"softcap": -1.0}),
         (ValueError, "softcap must be a finite number >= 0, got inf", {"softcap": math.inf}),
+        (ValueError, "softcap must be 0 .none. or at least 1e-30, got 1e-39", {"softcap": 1e-39}),
         (TypeError, "sinks must be a tensor or None, got int", {"sinks": 1}),
         (TypeError, "sinks must be float64.*got torch.bool", {"sinks": torch.ones(4).bool()}),
         (ValueError, r"sinks must have shape \(4,\), one for every head.*got \(1,\)", {"sinks": torch.ones(1)}),

@@ -467,7 +467,14 @@ def test_merging_packed_results():
     )
     out, lse = merge(*half, *rest)
     assert out.shape == half[0].shape
-    assert torch.equal(lse, torch.logaddexp(half[1], rest[1])) or torch.allclose(lse, torch.logaddexp(half[1], rest[1]))
+    torch.testing.assert_close(lse, torch.logaddexp(half[1], rest[1]))
+
+
+def test_merging_leaves_out_what_has_no_weight():
+    out, nothing = torch.randn(5, 3), torch.full((5, 3), math.nan)
+    lse, unseen = torch.randn(5), torch.full((5,), -math.inf)
+    assert equal(merge(out, lse, nothing, unseen), (out, lse))
+    assert equal(merge(nothing, unseen, out, lse), (out, lse))
 
 
 @pytest.mark.parametrize("unseen", ["a", "b", "both"])
@@ -561,6 +568,8 @@ def test_errors_of_packed_sequences(error, words, call):
         (ValueError, "value_cache must have the key's 2 heads, got 1", lambda: decode(T, C, C[:, :1], N)),
         (ValueError, "the 3 heads of query must be a multiple of the 2 heads of key_cache",
          lambda: decode(T[:, :3], C, C, N)),
+        (ValueError, "value_cache must have memory of its own for every row, got strides",
+         lambda: decode(T, C, C[:1].expand(2, 2, 16, 8), N)),
         (ValueError, "value_cache must have the key_cache's 16 rows", lambda: decode(T, C, C[:, :, :15], N)),
         (TypeError, "cache_lengths must be int32 or int64, got torch.float32", lambda: decode(T, C, C, N.float())),
         (ValueError, r"cache_lengths must have shape \(2,\)", lambda: decode(T, C, C, N[:1])),

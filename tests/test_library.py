@@ -65,7 +65,8 @@ def test_tiers_really_differ():
 @pytest.mark.parametrize("op", _library.FUNCTIONS)
 def test_explain(op):
     choice = seqkern.explain(op, torch.randn(2, 3, 4, 8))
-    assert (choice.backend, choice.kernel) == ("cpu", f"C++ {_library.cpu_isa()}")
+    tier = _library.cpu_isa().replace("amx", "avx512")  # amx has nothing for float32
+    assert (choice.backend, choice.kernel) == ("cpu", f"C++ {tier}")
     assert str(choice).startswith(f"{op}: C++")
     with seqkern.use_backend("reference"):
         assert seqkern.explain(op).kernel.startswith("seqkern.reference.")
@@ -108,6 +109,16 @@ def test_the_limit_on_waiting_memory():
         _library._set_cache_megabytes("512")
     with pytest.raises(ValueError, match="SEQKERN_CACHE_MB must be a whole number of megabytes, got '-1'"):
         _library._set_cache_megabytes("-1")
+
+
+@pytest.mark.skipif("amx" not in _library.available_isas(), reason="this machine has no AMX")
+def test_explain_tells_what_amx_is_for():
+    with _library.use_cpu_isa("amx"):
+        assert seqkern.explain("attention", torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)).kernel == "C++ amx"
+        for op, dtype in (("attention", torch.float16), ("layer_norm", torch.bfloat16)):
+            choice = seqkern.explain(op, torch.ones(1, 1, 1, 1, dtype=dtype))
+            assert choice.kernel == "C++ avx512"
+            assert "bfloat16 attention only" in choice.reason
 
 
 def test_explain_takes_what_the_op_takes():

@@ -69,8 +69,8 @@ void pack(const AttentionShape& s, int64_t keys, bool backward, Rows key, Rows v
     __builtin_memset(tile(to.key_rows(k0 + (count + 15) / 16 * 16)), 0, to.key_depth * kTileBytes);
     __builtin_memset(tile(to.value_rows(k0 + (count + 15) / 16 * 16)), 0, to.value_depth * kTileBytes);
   }
-  // A hidden key's dS is 0, but 0 times NaN is not; where a key that is not finite is seen, dS is not finite either.
-  pack_transposed<true>(key, k0, count, s.head_dim, tile(to.key_transposed(k0)));
+  // Where a key that is not finite is seen, dS is not finite either.
+  pack_transposed(key, k0, count, s.head_dim, to.key_columns, tile(to.key_transposed(k0)), nullptr);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------

@@ -105,27 +105,26 @@ inline void pack_pairs(const Rows& m, int64_t first, int64_t count, int64_t colu
                            load_pairs(m, first + t * 32 + 2 * i, first + count, c * 16, columns));
 }
 
-// Tile (row / 32, column / 16), columns fastest: its rows are 16 columns of m, each with 32 rows of m.
-// Finite: what is not becomes 0.
-template <bool Finite = false>
-inline void pack_transposed(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
+// Tile (row / 32, column / 16), columns fastest, `width` of them: its rows are 16 columns of m, each with 32 rows of m.
+// What is not finite becomes 0, for 0 times it would be NaN where a row is hidden; `bad`, one for every 32 rows, tells.
+inline void pack_transposed(const Rows& m, int64_t first, int64_t count, int64_t columns, int64_t width, BFloat16* to,
+                            uint8_t* bad) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
   for (int64_t t = 0; t < tiles(count, 32); ++t) {
-    for (int64_t c = 0; c < tiles(columns, 16); ++c) {
+    __mmask32 finite = ~__mmask32{0};
+    for (int64_t c = 0; c < width; ++c) {
       Vec<float> v[16];
-      for (int64_t i = 0; i < 16; ++i)
-        v[i] = bit_cast<Vec<float>>(load_pairs(m, first + t * 32 + 2 * i, first + count, c * 16, columns));
-      if constexpr (Finite) {
-        const __m512i exponent = _mm512_set1_epi16(0x7f80);
-        for (auto& pair : v) {
-          const __m512i u = bit_cast<__m512i>(pair);
-          const __mmask32 finite = _mm512_cmpneq_epi16_mask(_mm512_and_si512(u, exponent), exponent);
-          pair = bit_cast<Vec<float>>(_mm512_maskz_mov_epi16(finite, u));
-        }
+      for (int64_t i = 0; i < 16; ++i) {
+        const __m512i pair = load_pairs(m, first + t * 32 + 2 * i, first + count, c * 16, columns);
+        const __mmask32 kept = _mm512_cmpneq_epi16_mask(_mm512_and_si512(pair, exponent), exponent);
+        finite &= kept;
+        v[i] = bit_cast<Vec<float>>(_mm512_maskz_mov_epi16(kept, pair));
       }
       transpose_square<float>(v);
-      BFloat16* tile = to + (t * tiles(columns, 16) + c) * kTileElements;
+      BFloat16* tile = to + (t * width + c) * kTileElements;
       for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 32, bit_cast<__m512i>(v[i]));
     }
+    if (bad) bad[t] = finite != ~__mmask32{0};
   }
 }
 

@@ -58,8 +58,7 @@ struct Unknown {
 
 // ---- packed keys and values ----------------------------------------------------------------------------------------
 
-// Of one key head: K as rows, V transposed, both in whole groups. What is not finite in V is packed as 0, for 0 times
-// it would be NaN where a key is hidden, and the group noted in `bad`.
+// Of one key head: K as rows, V transposed, both in whole groups; `bad` are the groups in which not all of V is finite.
 struct PackedForward {
   int64_t key_depth, value_depth;
   BFloat16 *key, *value_t;
@@ -84,35 +83,12 @@ SK_INLINE void pack_groups(const Pack& pack, const Rows& m, int64_t first, int64
   if (packed % 2 != 0) __builtin_memset(to + packed * depth * kTileElements, 0, depth * kTileBytes);
 }
 
-inline void pack_values(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to, uint8_t* bad) {
-  const int64_t depth = 2 * tiles(columns, 32);
-  const __m512i low_exponent = _mm512_set1_epi32(0x7f80), high_exponent = _mm512_set1_epi32(0x7f800000);
-  const __m512i low_half = _mm512_set1_epi32(0xffff), high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  for (int64_t t = 0; t < tiles(count, kGroup); ++t) {
-    __mmask16 found = 0;
-    for (int64_t c = 0; c < depth; ++c) {
-      Vec<float> v[16];
-      for (int64_t i = 0; i < 16; ++i) {
-        __m512i x = load_pairs(m, first + t * kGroup + 2 * i, first + count, c * 16, columns);
-        const __mmask16 low = _mm512_cmpeq_epi32_mask(_mm512_and_si512(x, low_exponent), low_exponent);
-        const __mmask16 high = _mm512_cmpeq_epi32_mask(_mm512_and_si512(x, high_exponent), high_exponent);
-        found = static_cast<__mmask16>(found | low | high);
-        x = _mm512_mask_and_epi32(x, low, x, high_half);
-        v[i] = bit_cast<Vec<float>>(_mm512_mask_and_epi32(x, high, x, low_half));
-      }
-      transpose_square<float>(v);
-      BFloat16* tile = to + (t * depth + c) * kTileElements;
-      for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 32, bit_cast<__m512i>(v[i]));
-    }
-    bad[t] = found != 0;
-  }
-}
-
 inline void pack_forward(const AttentionShape& s, int64_t keys, Rows key, Rows value, int64_t key_block, void* packed) {
   const PackedForward to(s, keys, packed);
   const int64_t k0 = key_block * kBlockK, count = min(kBlockK, keys - k0), group = k0 / kGroup;
   pack_groups(pack_rows, key, k0, count, s.head_dim, to.key + group * 2 * to.key_depth * kTileElements);
-  pack_values(value, k0, count, s.value_dim, to.value_t + group * 2 * to.value_depth * kTileElements, to.bad + group);
+  pack_transposed(value, k0, count, s.value_dim, 2 * to.value_depth,
+                  to.value_t + group * 2 * to.value_depth * kTileElements, to.bad + group);
 }
 
 // ---- scratch memory ------------------------------------------------------------------------------------------------

@@ -63,18 +63,15 @@ struct FewPartial {
 };
 
 // Lane i of the result is the sum of the lanes of v[i].
-template <class A>
+template <class A, int Step = 1>
 SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
-#pragma GCC unroll 4
-  for (int step = 1; step < W<A>; step *= 2) {
-    IVec<A> lower, upper;
-    for (int i = 0; i < W<A>; ++i) {
-      lower[i] = i & step ? W<A> + i - step : i;
-      upper[i] = i & step ? W<A> + i : i + step;
-    }
+  if constexpr (Step < W<A>) {
 #pragma GCC unroll 16
-    for (int i = 0; i < W<A>; i += 2 * step)
-      v[i] = __builtin_shuffle(v[i], v[i + step], lower) + __builtin_shuffle(v[i], v[i + step], upper);
+    for (int i = 0; i < W<A>; i += 2 * Step) {
+      exchange<A, Step>(v[i], v[i + Step]);
+      v[i] += v[i + Step];
+    }
+    return sum_rows<A, 2 * Step>(v);
   }
   return v[0];
 }

@@ -476,7 +476,12 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     weight_a, weight_b = torch.exp(a - shift), torch.exp(b - shift)
     total = weight_a + weight_b
     total = total.masked_fill(total == 0, 1)
-    out = (weight_a / total)[..., None] * out_a.to(wide) + (weight_b / total)[..., None] * out_b.to(wide)
+    # A side without weight is left out, whatever it holds.
+    a, b = (
+        torch.where(weight[..., None] == 0, 0, (weight / total)[..., None] * out.to(wide))
+        for weight, out in ((weight_a, out_a), (weight_b, out_b))
+    )
+    out = a + b
     return out.to(out_a.dtype), largest + total.log()
 
 
