@@ -54,6 +54,7 @@ SHAPES = {
     "127 x 257": {"queries": 127, "keys": 257, "head_dim": 64, "value_dim": 32},
     "127 x 257, upper left": {"queries": 127, "keys": 257, "head_dim": 16, "causal_align": "upper_left"},
     "257 x 127, unseen rows": {"queries": 257, "keys": 127, "head_dim": 24, "value_dim": 7},
+    "257 x 530, upper left": {"queries": 257, "keys": 530, "heads": 1, "causal_align": "upper_left"},
     "257, all": {"queries": 257, "causal": False, "head_dim": 48},
     "one query, lower right": {"queries": 1, "keys": 200, "batch": 8, "heads": 4, "kv_heads": 1},
     "grouped heads": {"queries": 131, "keys": 150, "batch": 2, "heads": 6, "kv_heads": 2, "head_dim": 20},
@@ -107,8 +108,9 @@ def test_queries_that_see_nothing(keys, isa, dtype):
     assert all(t.isfinite().all() for t in (out, lse[:, :, unseen:], grad_query, grad_key, grad_value))
 
 
-def test_bad_numbers_reach_only_who_sees_them(isa):
-    clean = qkv(200, batch=1, heads=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bad_numbers_reach_only_who_sees_them(isa, dtype):
+    clean = qkv(200, batch=1, heads=1, dtype=dtype)
     before = seqkern.attention(*clean, causal=True)
     for name, position in itertools.product(NAMES, (0, 70, 199)):
         inputs = [t.clone() for t in clean]
@@ -120,8 +122,34 @@ def test_bad_numbers_reach_only_who_sees_them(isa):
         assert torch.equal(out[:, :, ~sees], before[:, :, ~sees])
 
 
-def test_infinite_scores(isa):
-    query, key, value = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 150, 1), torch.randn(1, 1, 150, 3)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1e4}], ids=str)
+def test_scores_that_rise_along_the_keys(options, isa, dtype):
+    """Each block of keys outweighs all before it: the running maximum rises at every one."""
+    query, key, value = qkv(150, 300, head_dim=16, dtype=dtype)
+    query[..., 0], key[..., 0] = 1, torch.linspace(0, 300, 300)
+    query[..., 1:] /= 8
+    inputs = [query, key, value]
+    out, lse, *grads = everything(inputs, scale=1.0, **options)
+    doubles = [t.double().requires_grad_() for t in inputs]
+    diagonal = {"right": 0, "diagonal": 150} if options.get("causal") else {}
+    expected = reference.attention(*doubles, scale=1.0, softcap=options.get("softcap", 0.0), **diagonal)
+    cotangents = torch.cos(out.double()), torch.ones_like(expected[1])
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    close(out, expected[0], 4 * torch.finfo(dtype).eps + 1000 * wide)
+    close(lse, expected[1], 8 * wide)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, doubles, cotangents), strict=True):
+        close(ours, theirs, 8 * torch.finfo(dtype).eps + 1000 * wide)
+
+
+def close(actual, expected, tolerance):
+    """In L2, over the whole tensor."""
+    assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_infinite_scores(isa, dtype):
+    query, key, value = (torch.randn(1, 1, *shape).to(dtype) for shape in ((2, 1), (150, 1), (150, 3)))
+    query[:] = 1
     key[:, :, :100] = -math.inf  # a whole block of scores, and more, that is -inf
     out, lse = seqkern.attention(query, key, value, return_lse=True)
     seen, seen_lse = seqkern.attention(query, key[:, :, 100:], value[:, :, 100:], return_lse=True)
@@ -241,7 +269,7 @@ def test_enable_gqa_means_what_torch_means(kv):
 
 
 def test_inputs_are_not_modified_and_every_output_is_written(isa, dtype):
-    for shape in ({"queries": 150, "keys": 70}, {"queries": 70, "keys": 150}):
+    for shape in ({"queries": 150, "keys": 70}, {"queries": 70, "keys": 150}, {"queries": 1, "keys": 63}):
         for causal, align in ((False, "lower_right"), (True, "lower_right"), (True, "upper_left")):
             inputs = qkv(**shape, kv_heads=2, value_dim=5, dtype=dtype)
             before = [t.clone() for t in inputs]

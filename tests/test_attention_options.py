@@ -75,6 +75,8 @@ CASES = {
     "window": {"window": (20, None), "keys": 200},
     "window of one": {"window": (0, 0), "causal": False},
     "window, both sides, upper left": {"window": (30, 7), "causal": False, "keys": 300, "causal_align": "upper_left"},
+    "window over many blocks": {"window": (40, None), "queries": 600, "heads": 1},
+    "wide window over many blocks": {"window": (200, 9), "causal": False, "queries": 530, "keys": 610, "heads": 1},
     "slopes, shared": {"slopes": "shared", "batch": 2, "heads": 4, "kv_heads": 2, "queries": 70},
     "slopes, own": {"slopes": "own", "batch": 2, "causal": False, "queries": 70, "keys": 40},
     "softcap": {"softcap": 3.0, "std": 3.0},

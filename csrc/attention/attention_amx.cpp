@@ -226,7 +226,8 @@ void bias_gradients(const AttentionShape& s, const Geometry& g, const Part& part
   hide(g, part, 0.0f, at.grad_scores, stride);
 }
 
-// P and dS of a part to bfloat16, two keys and 16 queries at a time: of(q)(k, P, dS) gives them.
+// P and dS of a part to bfloat16, two keys and 16 queries at a time: of(q)(k, P, dS) gives them. Both are 0 for padding
+// and for queries that see no key, whatever the scores are: the products do not leave them out.
 template <class Of>
 SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) {
   typedef short shorts __attribute__((vector_size(64)));
@@ -237,10 +238,16 @@ SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) 
   };
   for (int64_t q = part.first; q < part.last; q += 16) {
     const auto body = of(q);
+    const __mmask16 sees = _mm512_cmp_ps_mask(_mm512_load_ps(t.lse + q), _mm512_set1_ps(kInfinity<float>), _CMP_NEQ_UQ);
+    const auto entries = [&](int64_t k, __m512& p, __m512& ds) {
+      body(k, p, ds);
+      p = _mm512_maskz_mov_ps(sees, p);
+      ds = _mm512_maskz_mov_ps(sees, ds);
+    };
     for (int64_t k = part.begin; k < part.end; k += 2) {
       __m512 p[2] = {}, ds[2] = {};
-      body(k, p[0], ds[0]);
-      if (k + 1 < part.end) body(k + 1, p[1], ds[1]);
+      entries(k, p[0], ds[0]);
+      if (k + 1 < part.end) entries(k + 1, p[1], ds[1]);
       halves(t.p + k * kBlockQ + q, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(p[1], p[0])));
       const __m512i pair = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(ds[1], ds[0]));
       halves(t.ds + k * kBlockQ + q, pair);
