@@ -275,14 +275,11 @@ void zero_hidden(const Geometry& g, const TileScratch& t) {
       const int64_t rows = q >= part.first && q < part.last ? written : 0;
       __builtin_memset(t.pairs(k, q) + rows * 32, 0, (8 - rows) * 64);
     }
-    const auto zero_columns = [&](int64_t q) {
-      for (int64_t row = k; row < part.end; ++row) {
-        __builtin_memset(t.p + row * kBlockQ + q, 0, 32);
-        __builtin_memset(t.ds + row * kBlockQ + q, 0, 32);
-      }
-    };
-    if (part.first % 32 != 0) zero_columns(part.first - 16);
-    if (part.last % 32 != 0) zero_columns(part.last);
+    // The queries that see the rows move to the right from tile to tile: what lies behind them was never written.
+    for (int64_t row = k; part.first % 32 != 0 && row < part.end; ++row) {
+      __builtin_memset(t.p + row * kBlockQ + part.first - 16, 0, 32);
+      __builtin_memset(t.ds + row * kBlockQ + part.first - 16, 0, 32);
+    }
   }
 }
 
