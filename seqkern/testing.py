@@ -6,8 +6,8 @@ The oracle is the reference in float64 on the same, already rounded, inputs. A r
 
 so that the bound scales with the problem and the dtype, and no tolerance is picked by hand. A few numbers can come
 through that sum unharmed by luck: the unit is never less than half a last place of the largest number. In float64 the
-oracle is rounded as much as the result, and both count: 4 units. Where a case allows a gradient more than twice torch's
-error, it says why: `Case.factors`.
+oracle is rounded as much as the result, and both count: the bound is twice as wide. Where a case allows a gradient more
+than twice torch's error, it says why: `Case.factors`.
 
 Example:
     >>> import torch
@@ -85,7 +85,7 @@ def compare(
     half_last_place = torch.finfo(dtype).eps / 2 * _max_abs(exact)
     unit = max(_max_abs((rounded + 0.3 - 0.3).double() - rounded.double()), half_last_place)
     error, torch_error = _max_abs(wide - exact), _max_abs(theirs - exact)
-    bound = factor * torch_error + (4 if dtype == torch.float64 else 2) * unit
+    bound = (factor * torch_error + 2 * unit) * (2 if dtype == torch.float64 else 1)
     norm = exact.norm().item() or 1.0
     return ErrorReport(
         error=error,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -412,10 +413,11 @@ def test_weights_are_those_of_attention(align, dtype):
     ours = found.double() @ value.double().repeat_interleave(2, 1)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     rows = torch.tensor([69, 0, 3, 3, 12])
-    assert torch.equal(weights(query, key, rows, **options), found[:, :, rows])
+    close = functools.partial(torch.testing.assert_close, atol=0, rtol=1e-5 if found.dtype == torch.float32 else 1e-13)
+    close(weights(query, key, rows, **options), found[:, :, rows])  # torch's product has other bits for other rows
     for kind in (mask[:1, :, :1], mask > 0):
         some = weights(query, key, rows, attn_mask=kind)
-        assert torch.equal(some, weights(query, key, attn_mask=kind)[:, :, rows])
+        close(some, weights(query, key, attn_mask=kind)[:, :, rows])
     torch.testing.assert_close(weights(query, key).sum(-1), torch.ones(2, 4, 70, dtype=found.dtype))
 
 
