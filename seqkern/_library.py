@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,13 @@ def _load() -> ctypes.CDLL:
     extension.seqkern_pool_set_limit.argtypes = [ctypes.c_size_t]
     extension.seqkern_pool_waiting.restype = ctypes.c_size_t
     return extension
+
+
+def node_library() -> Path | None:
+    """The library of autograd nodes in C++, if it was built for this very torch and Python: they have no stable ABI."""
+    version = torch.__version__.partition("+")[0]
+    path = Path(__file__).parent / f"_node-{version}-{sys.implementation.cache_tag}.so"
+    return path if path.exists() else None
 
 
 _extension = _load()
@@ -302,6 +310,7 @@ def describe_machine() -> list[tuple[str, str]]:
     rows = [
         ("processor", _processor_name()),
         ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
+        ("autograd nodes of small norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
         ("backend", _backend),
         ("torch", torch.__version__),

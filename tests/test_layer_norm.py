@@ -25,12 +25,15 @@ def parameters(columns, dtype=torch.float64, **options):
     return [torch.randn(columns, dtype=dtype, **options) for _ in range(2)]
 
 
-@pytest.fixture(params=["direct", "op"])
+@pytest.fixture(params=["direct", "direct, Python nodes", "op"])
 def way(request, monkeypatch):
     """The kernel called with addresses, as small calls are, and through the dispatcher, as the others are."""
     if request.param == "op":
         monkeypatch.setattr(_direct, "LARGEST", 0)
-    return request.param
+    if request.param == "direct, Python nodes":
+        _direct._connect(_direct.PYTHON_NODES)
+    yield request.param
+    _direct._connect(_direct.NODES)
 
 
 # ---- accuracy -----------------------------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def test_both_ways_give_the_same_bits(columns, centred, added, dtype, isa, monke
     name, direct = everything()
     monkeypatch.setattr(_direct, "LARGEST", 0)
     other, op = everything()
-    assert ("Direct" in name, "Direct" in other) == (True, False)
+    assert ("Direct" in name or "Node" in name, "Direct" in other or "Node" in other) == (True, False)
     assert all(torch.equal(a, b) for a, b in zip(direct, op, strict=True))
 
 

@@ -262,3 +262,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* seqkern_direct_layer
   PyTuple_SetItem(functions, 1, PyCFunction_NewEx(&seqkern::kBackward, nullptr, nullptr));
   return functions;
 }
+
+// The address of direct_backward, for the node that is built apart (layer_norm_node.cpp).
+extern "C" __attribute__((visibility("default"))) void* seqkern_direct_backward() {
+  return reinterpret_cast<void*>(&seqkern::direct_backward);
+}

@@ -48,10 +48,10 @@ class _LayerNormDirect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        needs = ctx.needs_input_grad
-        grads = _backward(grad_output, None, *ctx.saved_tensors, *ctx.options, needs[2], needs[3])
+        needs, saved = ctx.needs_input_grad, ctx.saved_tensors  # once: a checkpoint refuses a second time
+        grads = _backward(grad_output, None, *saved, *ctx.options, needs[2], needs[3])
         if grads is None:
-            grads = _long_way(grad_output, None, ctx.saved_tensors, *ctx.options, needs[2], needs[3])
+            grads = _long_way(grad_output, None, saved, *ctx.options, needs[2], needs[3])
         grad, grad_weight, grad_bias = grads
         return None, grad, grad_weight, grad_bias, None, None
 
@@ -82,9 +82,10 @@ class _AddLayerNormDirect(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if grad_output is None:  # the sum alone was used
             return None, grad_sum if needs[1] else None, grad_sum if needs[2] else None, None, None, None, None
-        grads = _backward(grad_output, grad_sum, *ctx.saved_tensors, *ctx.options, needs[3], needs[4])
+        saved = ctx.saved_tensors
+        grads = _backward(grad_output, grad_sum, *saved, *ctx.options, needs[3], needs[4])
         if grads is None:
-            grads = _long_way(grad_output, grad_sum, ctx.saved_tensors, *ctx.options, needs[3], needs[4])
+            grads = _long_way(grad_output, grad_sum, saved, *ctx.options, needs[3], needs[4])
         grad, grad_weight, grad_bias = grads
         return None, grad if needs[1] else None, grad if needs[2] else None, grad_weight, grad_bias, None, None
 
@@ -100,10 +101,6 @@ def _short_apply(function: type[torch.autograd.Function]) -> Any:
     return torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
 
 
-_functions = ctypes.PyDLL(_library._extension._name).seqkern_direct_layer_norm
-_functions.argtypes = [ctypes.py_object]
-_functions.restype = ctypes.py_object
-
 # Anything that watches calls or changes what they mean, as functions that return something true when it is at work.
 # torch.compile is not among them: the callers ask for it first, so that it does not see this function.
 _guards = (
@@ -113,20 +110,43 @@ _guards = (
     torch._C._autograd._profiler_enabled,
     torch._C._get_tracing_state,
 )
+_library_of_kernels = ctypes.PyDLL(_library._extension._name)
 
-layer_norm, _backward = _functions(
-    (
-        None,
-        Exception,
-        Tensor,
-        Parameter,
-        *FLOATING,  # in the order of csrc/common/dtype.h
-        torch.empty_like,
-        _short_apply(_LayerNormDirect),
-        _short_apply(_AddLayerNormDirect),
-        torch.is_grad_enabled,
-        _is_usual,
-        _guards,
-        forward_ad,
+
+def _connect(nodes: tuple[Any, Any]) -> Any:
+    """The short way and its backward pass, which leave the way back to these two functions (one for a sum)."""
+    functions = _library_of_kernels.seqkern_direct_layer_norm
+    functions.argtypes, functions.restype = [ctypes.py_object], ctypes.py_object
+    return functions(
+        (
+            None,
+            Exception,
+            Tensor,
+            Parameter,
+            *FLOATING,  # in the order of csrc/common/dtype.h
+            torch.empty_like,
+            *nodes,
+            torch.is_grad_enabled,
+            _is_usual,
+            _guards,
+            forward_ad,
+        )
     )
-)
+
+
+def _cpp_nodes() -> tuple[Any, Any] | None:
+    """The nodes of csrc/layer_norm/layer_norm_node.cpp, where they were built for the torch that runs."""
+    path = _library.node_library()
+    if path is None:
+        return None
+    address = _library_of_kernels.seqkern_direct_backward
+    address.restype = ctypes.c_void_p
+    nodes = ctypes.PyDLL(str(path)).seqkern_layer_norm_node
+    nodes.argtypes, nodes.restype = [ctypes.py_object, ctypes.c_void_p], ctypes.py_object
+    found: tuple[Any, Any] = nodes(_long_way, address())
+    return found
+
+
+PYTHON_NODES = _short_apply(_LayerNormDirect), _short_apply(_AddLayerNormDirect)
+NODES = _cpp_nodes() or PYTHON_NODES
+layer_norm, _backward = _connect(NODES)

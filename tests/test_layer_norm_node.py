@@ -1,0 +1,212 @@
+"""What autograd asks of the nodes of small norms, in C++ and in Python: gradients twice, batched, hooked, failing."""
+
+from __future__ import annotations
+
+import sysconfig
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import seqkern
+from seqkern import _library
+from seqkern.ops import _direct
+from seqkern.ops import layer_norm as ops
+
+
+@pytest.fixture(params=["C++", "Python"], autouse=True)
+def nodes(request):
+    if request.param == "C++" and _direct.NODES is _direct.PYTHON_NODES:
+        pytest.skip("the nodes in C++ were not built")
+    _direct._connect(_direct.NODES if request.param == "C++" else _direct.PYTHON_NODES)
+    yield request.param
+    _direct._connect(_direct.NODES)
+
+
+def tensors(rows=5, columns=33, dtype=torch.float64):
+    x, w, b = torch.randn(rows, columns), torch.randn(columns), torch.randn(columns)
+    return [t.to(dtype).requires_grad_() for t in (x, w, b)]
+
+
+def norm(x, w, b):
+    return seqkern.layer_norm(x, w.shape, w, b)
+
+
+def added(x, w, b):
+    return seqkern.add_layer_norm(x, 2 * x, w.shape, w, b)
+
+
+def expected(x, w, b):
+    return torch.nn.functional.layer_norm(x, w.shape, w, b)
+
+
+def test_the_nodes_in_cpp_are_built_where_they_can_be(nodes):
+    if Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        assert _library.node_library() is not None
+    name = norm(*tensors()).grad_fn.name()
+    assert ("LayerNormNode" if nodes == "C++" else "LayerNormDirect") in name
+    assert ("AddLayerNormNode" if nodes == "C++" else "AddLayerNormDirect") in added(*tensors())[0].grad_fn.name()
+
+
+def test_backward_again_and_after_it_was_freed():
+    leaves = tensors()
+    output = norm(*leaves)
+    first = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(output.sum(), leaves), strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(output.sum(), leaves)
+
+
+def test_second_derivatives():
+    assert torch.autograd.gradgradcheck(norm, tensors())
+    assert torch.autograd.gradgradcheck(added, tensors())
+
+
+def test_a_batch_of_gradients():
+    leaves, cotangents = tensors(), torch.randn(4, 5, 33, dtype=torch.float64)
+    found = torch.autograd.grad(norm(*leaves), leaves, cotangents, is_grads_batched=True)
+    wanted = torch.autograd.grad(expected(*leaves), leaves, cotangents, is_grads_batched=True)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_forward_mode_over_the_way_back():
+    leaves, tangent = tensors(), torch.randn(5, 33, dtype=torch.float64)
+
+    def pushed(function):
+        with torch.autograd.forward_ad.dual_level():
+            cotangent = torch.autograd.forward_ad.make_dual(torch.ones_like(tangent), tangent)
+            grads = torch.autograd.grad(function(*leaves), leaves, cotangent)
+            return [torch.autograd.forward_ad.unpack_dual(g).tangent for g in grads]
+
+    outputs = norm(*leaves), expected(*leaves)  # made before forward mode begins
+    torch.testing.assert_close(pushed(lambda *_: outputs[0]), pushed(lambda *_: outputs[1]))
+
+
+def test_changed_input_is_noticed():
+    x, w, b = tensors()
+    y = x * 1
+    output = norm(y, w, b)
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("unpack", [torch.Tensor.clone, lambda t: t.mT.clone().mT], ids=["as it was", "other strides"])
+def test_saved_tensor_hooks(unpack):
+    leaves, seen = tensors(), []
+
+    def pack(t):
+        seen.append(tuple(t.shape))
+        return t.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: unpack(t) if t.dim() > 1 else t):
+        output = norm(*leaves)
+    assert sorted(seen) == [(5, 33), (33,), (33,)]
+    found = torch.autograd.grad(output.sin().sum(), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(expected(*leaves).sin().sum(), leaves))
+
+
+def test_tensor_and_node_hooks():
+    leaves, calls = tensors(), []
+    output = norm(*leaves)
+    output.register_hook(lambda g: calls.append("tensor") or 2 * g)
+    output.grad_fn.register_hook(lambda inputs, outputs: calls.append("node"))
+    found = torch.autograd.grad(output.sum(), leaves)
+    assert calls == ["tensor", "node"]
+    torch.testing.assert_close(found, torch.autograd.grad(2 * expected(*leaves).sum(), leaves))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant):
+    leaves = tensors()
+    found = torch.autograd.grad(checkpoint(norm, *leaves, use_reentrant=False).sum(), leaves)
+    if reentrant:
+        checkpoint(norm, *leaves, use_reentrant=True).sum().backward()
+        found = [t.grad for t in leaves]
+    torch.testing.assert_close(tuple(found), torch.autograd.grad(expected(*leaves).sum(), leaves))
+
+
+def test_an_error_on_the_long_way_keeps_its_type(monkeypatch):
+    def fail(*arguments):
+        raise KeyError("kept")
+
+    output = norm(*tensors())
+    monkeypatch.setattr(ops, "backward_by_op", fail)
+    with pytest.raises(KeyError, match="kept"):
+        output.sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("missing", [1, 2, (1, 2)], ids=str)
+def test_parameters_that_are_not_there_or_need_nothing(missing):
+    missing = missing if isinstance(missing, tuple) else (missing,)
+    cotangent = torch.randn(5, 33, dtype=torch.float64)
+    for frozen in (False, True):
+        x, w, b = tensors()
+        arguments = [x, w, b]
+        for i in missing:
+            arguments[i] = arguments[i].detach() if frozen else None
+        leaves = [t for t in arguments if t is not None and t.requires_grad]
+        found = torch.autograd.grad(seqkern.layer_norm(x, (33,), *arguments[1:]), leaves, cotangent)
+        wanted = torch.autograd.grad(torch.nn.functional.layer_norm(x, (33,), *arguments[1:]), leaves, cotangent)
+        torch.testing.assert_close(found, wanted)
+    # The parameters alone.
+    x, w, b = tensors()
+    left = [t for i, t in enumerate((w, b), 1) if i not in missing]
+    if left:
+        output = seqkern.layer_norm(x.detach(), (33,), *(None if i in missing else t for i, t in ((1, w), (2, b))))
+        wanted = torch.nn.functional.layer_norm(
+            x.detach(), (33,), *(None if i in missing else t for i, t in ((1, w), (2, b)))
+        )
+        torch.testing.assert_close(
+            torch.autograd.grad(output, left, cotangent), torch.autograd.grad(wanted, left, cotangent)
+        )
+
+
+@pytest.mark.parametrize("wanted", ["input", "residual", "both", "weight"])
+@pytest.mark.parametrize("used", ["output", "sum", "both"])
+def test_sums(wanted, used):
+    w = torch.randn(33, dtype=torch.float64, requires_grad=wanted == "weight")
+    x, r = (torch.randn(5, 33, dtype=torch.float64, requires_grad=wanted in (n, "both")) for n in ("input", "residual"))
+    leaves = [t for t in (x, r, w) if t.requires_grad]
+
+    def loss(output, total):
+        return {"output": output.sin(), "sum": total.cos(), "both": output.sin() * total.cos()}[used].sum()
+
+    found = seqkern.add_layer_norm(x, r, (33,), w)
+    assert found[1].requires_grad == (wanted != "weight")
+    if wanted == "weight" and used == "sum":
+        return
+    ours = torch.autograd.grad(loss(*found), leaves)
+    theirs = torch.autograd.grad(loss(torch.nn.functional.layer_norm(x + r, (33,), w), x + r), leaves)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_profiler_and_modes_see_the_op():
+    leaves = tensors()
+    output = norm(*leaves)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        output.sum().backward()
+    assert any("layer_norm_bwd" in event.name for event in profile.events())
+
+
+def test_in_another_thread():
+    leaves = tensors()
+    output, found = norm(*leaves), []
+    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(output.sum(), leaves)))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(tuple(found), torch.autograd.grad(expected(*leaves).sum(), leaves))
+
+
+def test_nothing_is_kept_alive():
+    x, w, b = tensors()
+    output = norm(x, w, b)
+    del output
+    for _ in range(3):
+        added(x, w, b)[0].sum().backward()
+    count = torch.tensor([t._use_count() for t in (x, w, b)])
+    for _ in range(50):
+        added(x, w, b)[0].sum().backward()
+    assert torch.equal(count, torch.tensor([t._use_count() for t in (x, w, b)]))
