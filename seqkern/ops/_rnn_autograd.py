@@ -40,6 +40,8 @@ def run(
     flat: list[Tensor | None] = [t for each in lists for t in (each or [None] * directions)]  # type: ignore[list-item]
     if backend == "reference":
         return _outputs(constants, numbers)(input, h0, c0, *flat)
+    if torch.compiler.is_compiling():  # which wants them apart: directions may share weights
+        flat = [t if t is None or all(t is not s for s in flat[:n]) else t.view_as(t) for n, t in enumerate(flat)]
     wanted = wants_gradient(input, h0, c0, *flat)
     # What recompute finds again, of a cell that has no c, is everything.
     keep = return_cells or ((wanted or transforms_active()) and not (recompute and cell != LSTM))

@@ -14,7 +14,6 @@ from seqkern.ops._autograd import FLOATING, readable
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 CELLS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
 GATES = (4, 3, 1, 1)
-EPS = 1e-5  # of the layer norms
 
 
 @dataclass(frozen=True)
@@ -206,9 +205,23 @@ def check_peepholes(op: str, peepholes: Any, input: Tensor, sizes: Sizes) -> lis
 def check_probability(op: str, name: str, p: Any) -> float:
     if isinstance(p, bool) or not isinstance(p, (int, float)):
         raise TypeError(f"{op}: {name} must be a probability, got {type(p).__name__}")
+    p = _constant(p)
     if not 0 <= p <= 1:
         raise ValueError(f"{op}: {name} must be a probability, between 0 and 1, got {p}")
     return float(p)
+
+
+def _constant(number: Any) -> Any:
+    """The number, to torch.compile a constant of the graph, even where it takes numbers for symbols: hashing does it."""
+    return next(iter({number}))
+
+
+def check_layers(op: str, num_layers: Any) -> int:
+    if isinstance(num_layers, bool) or not isinstance(num_layers, (int, torch.SymInt)):
+        raise TypeError(f"{op}: num_layers must be a whole number, got {type(num_layers).__name__}")
+    if num_layers < 1:
+        raise ValueError(f"{op}: num_layers must be at least 1, got {num_layers}")
+    return _constant(num_layers)
 
 
 def check_zoneout(op: str, zoneout: Any, cell: int) -> tuple[float, float]:

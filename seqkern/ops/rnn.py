@@ -14,7 +14,6 @@ from seqkern.ops._autograd import Cost, transforms_active
 from seqkern.ops._rnn_autograd import run, run_cell
 from seqkern.ops._rnn_checks import (
     CELLS,
-    EPS,
     GATES,
     GRU,
     LSTM,
@@ -22,6 +21,7 @@ from seqkern.ops._rnn_checks import (
     RNN_TANH,
     Sizes,
     autocast,
+    check_layers,
     check_like,
     check_norms,
     check_pair,
@@ -313,13 +313,12 @@ def _network(
     seed: Any,
 ) -> tuple[Tensor, ...]:
     """output, h_n, c_n and all c of the last layer; the last two are h_n again where there is no c."""
-    dropout_p = (
-        check_probability(op, "dropout", dropout_p) if training else 0 * check_probability(op, "dropout", dropout_p)
-    )
-    mask_p = check_probability(op, "recurrent_dropout", recurrent_dropout) if training else 0.0
+    dropout_p = check_probability(op, "dropout", dropout_p)
+    mask_p = check_probability(op, "recurrent_dropout", recurrent_dropout)
+    if not training:
+        dropout_p = mask_p = 0.0
     zoneouts = check_zoneout(op, zoneout, cell)
-    if num_layers < 1:
-        raise ValueError(f"{op}: num_layers must be at least 1, got {num_layers}")
+    num_layers = check_layers(op, num_layers)
     check_tensor(op, "input", input, 3)
     batch, steps = input.shape[:2] if batch_first else reversed(input.shape[:2])
     sizes = check_weights(op, cell, input, weights, num_layers, bidirectional)
@@ -353,7 +352,7 @@ def _network(
         zoneout_seed = derived_seed(seed, 3 * layer + ZONEOUT) if training and any(zoneouts) else None
         tensors = (source, h0[first:end], None if c0 is None else c0[first:end], lengths, resets, mask, zoneout_seed)
         x, *state = run(
-            backend, tensors, (*zoneouts, EPS, cell), list(lists.values()), recompute,
+            backend, tensors, (*zoneouts, 1e-5, cell), list(lists.values()), recompute,
             return_all_c and layer == num_layers - 1,
         )  # fmt: skip
         if cell == LSTM:
@@ -383,7 +382,7 @@ def _normed(x: Tensor, lists: dict[str, list[Tensor]], norms: list[list[Tensor]]
     wide = torch.promote_types(x.dtype, torch.float32)
     sides = []
     for d, (weight, bias, *others) in enumerate(norms):
-        side = layer_norm(F.linear(x, lists["w_ih"][d]), (sizes.gates,), weight, bias, EPS)
+        side = layer_norm(F.linear(x, lists["w_ih"][d]), (sizes.gates,), weight, bias, 1e-5)
         sides.append(side + lists["b_ih"][d] if sizes.bias else side)
         lists["norm"].append(torch.cat([t.to(wide) for t in others]))
     lists["w_ih"] = lists["b_ih"] = []
@@ -556,6 +555,8 @@ def _cell(
         if bias is not None:
             check_like(op, name, bias, input, (gates,))
     transforms_active()  # refuses before the compiler looks at a tensor
+    if c is h:  # the compiler wants them apart
+        c = h.clone()
     x_gates, h_gates = F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh)
     # Under autocast the products are narrower than a state that is added to them.
     wide = torch.promote_types(x_gates.dtype, h.dtype) if cell in (LSTM, GRU) else x_gates.dtype
