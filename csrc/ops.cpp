@@ -27,15 +27,22 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
 
   // rnn: csrc/rnn, kernels/rnn.py, seqkern/ops/rnn.py
   m.def(
-      "lstm_fwd(Tensor input, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, bool "
-      "reverse) "
-      "-> (Tensor output, Tensor cells, Tensor gates)");
+      "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "
+      "Tensor[] w_hr, Tensor[] peephole, Tensor[] norm, Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, "
+      "Tensor? seed, float zoneout_h, float zoneout_c, float eps, int cell, bool reverse, bool keep) "
+      "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor cells, Tensor gates, Tensor products)");
   m.def(
-      "lstm_bwd(Tensor grad_output, Tensor grad_h_n, Tensor grad_c_n, Tensor input, Tensor h0, Tensor c0, Tensor w_ih, "
-      "Tensor w_hh, Tensor output, Tensor cells, Tensor gates, bool reverse, bool need_input, bool need_weights) "
-      "-> (Tensor grad_input, Tensor grad_h0, Tensor grad_c0, Tensor grad_w_ih, Tensor grad_w_hh, Tensor grad_bias)");
-  m.def("lstm_cell_fwd(Tensor gates, Tensor c) -> (Tensor h, Tensor c_new, Tensor activated)");
+      "rnn_bwd(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor input, Tensor h0, "
+      "Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, Tensor[] w_hr, Tensor[] peephole, "
+      "Tensor[] norm, Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, Tensor? seed, float zoneout_h, "
+      "float zoneout_c, float eps, int cell, bool reverse, Tensor output, Tensor cells, Tensor gates, "
+      "Tensor products, bool need_input, bool need_weights) "
+      "-> (Tensor grad_input, Tensor grad_h0, Tensor grad_c0, Tensor grad_w_ih, Tensor grad_w_hh, Tensor grad_b_ih, "
+      "Tensor grad_b_hh, Tensor grad_w_hr, Tensor grad_peephole, Tensor grad_norm)");
   m.def(
-      "lstm_cell_bwd(Tensor grad_h, Tensor grad_c, Tensor activated, Tensor c, Tensor c_new) "
-      "-> (Tensor grad_gates, Tensor grad_c_prev)");
+      "rnn_cell_fwd(Tensor x_gates, Tensor h_gates, Tensor h, Tensor? c, int cell) "
+      "-> (Tensor h_new, Tensor c_new, Tensor activated)");
+  m.def(
+      "rnn_cell_bwd(Tensor grad_h, Tensor? grad_c, Tensor h, Tensor? c, Tensor? c_new, Tensor activated, int cell) "
+      "-> (Tensor grad_x_gates, Tensor grad_h_gates, Tensor grad_h_prev, Tensor grad_c_prev)");
 }

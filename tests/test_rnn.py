@@ -1,4 +1,4 @@
-"""LSTM: every kernel against the float64 oracle, its gradients of every order, and torch's interfaces."""
+"""LSTM, GRU and RNN: every kernel against the float64 oracle, its gradients of every order, shapes and determinism."""
 
 from __future__ import annotations
 
@@ -12,43 +12,61 @@ from hypothesis import strategies as st
 
 import seqkern
 from seqkern import testing
-from seqkern.ops.rnn import cost
-from seqkern.testing import check_case, lstm_case, lstm_cell_case, poison, verify
+from seqkern.ops.rnn import CELLS, GATES, cost
+from seqkern.testing import check_case, poison, rnn_case, rnn_cell_case, verify
 
 
-def sequence(steps=5, batch=3, inputs=4, hidden=7, *, cells=1, dtype=torch.float32):
-    """input, h0, c0."""
-    state = (cells, batch, hidden)
-    return [torch.randn(shape, dtype=dtype) for shape in ((steps, batch, inputs), state, state)]
+@pytest.fixture(params=CELLS)
+def cell(request):
+    return request.param
 
 
-def parameters(inputs=4, hidden=7, *, layers=1, directions=1, bias=True, dtype=torch.float32):
-    """The flat list of weights, as torch.nn.LSTM has it."""
-    shapes = []
-    for cell in range(layers * directions):
-        width = inputs if cell < directions else directions * hidden
-        shapes += [(4 * hidden, width), (4 * hidden, hidden), *([(4 * hidden,)] * 2 if bias else [])]
+def states_of(cell):
+    return 2 if cell == "lstm" else 1
+
+
+def sequence(cell, steps=5, batch=3, inputs=4, hidden=7, *, runs=1, dtype=torch.float32):
+    """input, h0 and, of an LSTM, c0."""
+    shapes = [(steps, batch, inputs), *[(runs, batch, hidden)] * states_of(cell)]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def parameters(cell, inputs=4, hidden=7, *, layers=1, directions=1, bias=True, dtype=torch.float32):
+    """The flat list of weights, as torch's modules have it."""
+    gates, shapes = GATES[CELLS[cell]] * hidden, []
+    for run in range(layers * directions):
+        width = inputs if run < directions else directions * hidden
+        shapes += [(gates, width), (gates, hidden), *([(gates,)] * 2 if bias else [])]
     return [torch.randn(shape, dtype=dtype) * hidden**-0.5 for shape in shapes]
 
 
-def run(x, h, c, *weights, **options):
-    output, state = seqkern.lstm(x, (h, c), weights, **options)
-    return output, *state
+def split(cell, tensors):
+    """input, hx, weights."""
+    n = states_of(cell)
+    x, *states = tensors[: 1 + n]
+    return x, tuple(states) if n == 2 else states[0], list(tensors[1 + n :])
 
 
-def torch_run(x, h, c, *weights, num_layers=1, bidirectional=False, batch_first=False):
+def run(cell, *tensors, **options):
+    output, state, *cells = getattr(seqkern, cell)(*split(cell, tensors), **options)
+    return output, *(state if cell == "lstm" else (state,)), *cells
+
+
+def torch_run(cell, *tensors, num_layers=1, bidirectional=False, batch_first=False):
+    x, hx, weights = split(cell, tensors)
     bias = len(weights) == 4 * num_layers * (2 if bidirectional else 1)
-    return torch.lstm(x, (h, c), weights, bias, num_layers, 0.0, False, bidirectional, batch_first)
+    return getattr(torch, cell)(x, hx, weights, bias, num_layers, 0.0, False, bidirectional, batch_first)
 
 
-def run_cell(x, h, c, *weights):
-    return seqkern.lstm_cell(x, (h, c), *weights)
+def run_cell(cell, *tensors):
+    state = getattr(seqkern, f"{cell}_cell")(*split(cell, tensors)[:2], *split(cell, tensors)[2])
+    return state if cell == "lstm" else (state,)
 
 
-def everything(tensors, function=run, grads=None, **options):
+def everything(cell, tensors, function=run, grads=None, **options):
     """Results, and the gradients of all arguments."""
     leaves = [t.detach().requires_grad_() for t in tensors]
-    results = function(*leaves, **options)
+    results = function(cell, *leaves, **options)
     cotangents = [torch.cos(3 * r.detach()) for r in results] if grads is None else grads
     return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, cotangents)]
 
@@ -57,7 +75,7 @@ def equal(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def standards(case, dtype, seed):
     """Inputs, torch's results and the oracle's: the same for every tier."""
     exact = case.inputs(torch.Generator().manual_seed(seed))
@@ -83,83 +101,156 @@ def reports(case, dtype, draws=1):
 
 # ---- accuracy -----------------------------------------------------------------------------------------------------
 
-# (steps, batch, inputs, hidden) and draws: the tails of every tile. The last takes several chunks of steps.
-SHAPES = {
-    "2 x 130 x 3 x 1": (lstm_case(2, 130, 3, 1), 8),
-    "65 x 33 x 1 x 1": (lstm_case(65, 33, 1, 1), 4),
-    "2 x 8 x 64 x 7": (lstm_case(2, 8, 64, 7), 8),
-    "1 x 33 x 7 x 129": (lstm_case(1, 33, 7, 129), 2),
-    "2 x 1 x 129 x 64": (lstm_case(2, 1, 129, 64), 8),
-    "65 x 8 x 3 x 64": (lstm_case(65, 8, 3, 64), 2),
-    "65 x 3 x 129 x 65": (lstm_case(65, 3, 129, 65), 1),
-    "70 x 65 x 5 x 40, both directions": (lstm_case(70, 65, 5, 40, bidirectional=True), 1),
-}
+case_of = functools.cache(rnn_case)  # so that `standards` finds it again
+
+# steps, batch, inputs, hidden, and draws: the tails of every tile. The last two take several chunks of steps.
+SHAPES = [
+    (2, 130, 3, 1, 8), (65, 33, 1, 1, 4), (2, 8, 64, 7, 8), (1, 33, 7, 129, 2), (2, 1, 129, 64, 8), (65, 8, 3, 64, 2),
+    (65, 3, 129, 65, 1), (70, 65, 5, 40, 1),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "draws"), SHAPES.values(), ids=SHAPES)
-def test_error_rule(case, draws, dtype, isa, passes):
-    if dtype == torch.float64 and case in (SHAPES["2 x 130 x 3 x 1"][0], SHAPES["65 x 33 x 1 x 1"][0]):
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " x ".join(map(str, s[:4])))
+def test_error_rule(cell, shape, dtype, isa, passes):
+    *sizes, draws = shape
+    if dtype == torch.float64 and sizes[3] == 1:
         pytest.skip("torch rounds one unit just as the oracle does; any shape in float64 is tested below")
-    passes(list(reports(case, dtype, draws)))
+    if cell.startswith("rnn") and sizes[0] > 65:
+        pytest.skip("enough of it in the others")
+    passes(list(reports(case_of(cell, *sizes), dtype, draws)))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("num_layers", "bidirectional"), [(3, False), (2, True)])
-def test_layers_and_directions(num_layers, bidirectional, bias, dtype, passes):
-    case = lstm_case(17, 9, 12, 20, num_layers=num_layers, bidirectional=bidirectional, bias=bias)
+def test_layers_and_directions(cell, num_layers, bidirectional, bias, dtype, passes):
+    case = case_of(cell, 17, 9, 12, 20, num_layers=num_layers, bidirectional=bidirectional, bias=bias)
     passes(list(reports(case, dtype, draws=2)))
 
 
-CELLS = {"3 x 129 x 7": lstm_cell_case(3, 129, 7), "33 x 17 x 65": lstm_cell_case(33, 17, 65)}
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_both_directions_of_wide_layers(cell, bidirectional, dtype, isa, passes):
+    case = case_of(cell, 20, 33, 9, 70, bidirectional=bidirectional, recompute=True)
+    passes(list(reports(case, dtype, draws=2)))
 
 
-@pytest.mark.parametrize("case", CELLS.values(), ids=CELLS)
-def test_cell_error_rule(case, dtype, isa, passes):
-    passes(list(reports(case, dtype, draws=8)))
+@pytest.mark.parametrize("shape", [(17, 9, 12, 20, 7), (5, 33, 3, 129, 64), (3, 1, 5, 17, 1)], ids=str)
+def test_projection(shape, dtype, isa, passes):
+    *sizes, width = shape
+    passes(list(reports(case_of("lstm", *sizes, projection=width, num_layers=2, bidirectional=True), dtype, 2)))
 
 
-WIDE = {"sequence": lstm_case(9, 8, 5, 19, std=30.0), "cell": lstm_cell_case(33, 5, 19, std=30.0)}
+RAGGED = {
+    "batch 1": (9, [4]), "batch 3": (65, [65, 1, 30]), "batch 8": (17, [1, 17, 16, 2, 17, 9, 1, 8]),
+    "batch 33": (9, [1 + 5 * b % 9 for b in range(33)]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WIDE.values(), ids=WIDE)
-def test_saturated_gates(case, dtype, isa, passes):
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged(cell, name, dtype, isa, passes):
+    steps, lengths = RAGGED[name]
+    case = _ragged_case(cell, steps, tuple(lengths), 7 if steps > 9 else 65)
     passes(list(reports(case, dtype, draws=3)))
 
 
-def test_far_saturated_sequence_is_finite(dtype, isa):
-    x, h, c = sequence(9, 8, 5, 19, dtype=dtype)
-    results = everything([1e4 * x, h, c, *parameters(5, 19, dtype=dtype)])
+@functools.cache
+def _ragged_case(cell, steps, lengths, hidden):
+    return rnn_case(cell, steps, len(lengths), 5, hidden, num_layers=2, bidirectional=True, lengths=lengths)
+
+
+GRID = [(t, b, h) for b in (1, 3, 8, 33) for t in (1, 2, 65, 257) for h in (1, 7, 64, 129, 256)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(len(GRID)), ids=lambda at: "T{} B{} H{}".format(*GRID[at]))
+def test_grid(cell, at, dtype, passes):
+    """Layers, directions and lengths go round the grid."""
+    steps, batch, hidden = GRID[at]
+    if dtype == torch.float64 and (hidden == 1 or steps * batch < 8):
+        pytest.skip("torch rounds one unit just as the oracle does")
+    ragged = [(steps, 1, steps // 2 + 1, steps)[b % 4] for b in range(batch)] if at % 4 == 3 else None
+    case = rnn_case(
+        cell, steps, batch, (3, 64, 17)[at % 3], hidden, num_layers=1 + at // 2 % 3, bidirectional=at % 2 == 1,
+        lengths=ragged, recompute=at % 5 == 0,
+    )  # fmt: skip
+    passes(list(reports(case, dtype, draws=4 if steps * hidden < 1000 else 1)))
+
+
+CELL_SHAPES = [(3, 129, 7), (33, 17, 65)]
+
+
+@pytest.mark.parametrize("shape", CELL_SHAPES, ids=str)
+def test_cell_error_rule(cell, shape, dtype, isa, passes):
+    passes(list(reports(_cell_case(cell, *shape), dtype, draws=8)))
+
+
+_cell_case = functools.cache(rnn_cell_case)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "cell"])
+def test_saturated_gates(cell, kind, dtype, isa, passes):
+    case = case_of(cell, 9, 8, 5, 19, std=30.0) if kind == "sequence" else _cell_case(cell, 33, 5, 19, std=30.0)
+    passes(list(reports(case, dtype, draws=3)))
+
+
+def test_far_saturated_sequence_is_finite(cell, dtype, isa):
+    tensors = sequence(cell, 9, 8, 5, 19, dtype=dtype) + parameters(cell, 5, 19, dtype=dtype)
+    tensors[0] *= 100 if (cell, dtype) == ("rnn_relu", torch.float16) else 1e4
+    results = everything(cell, tensors, recompute=True) if cell != "rnn_relu" else everything(cell, tensors)
     assert all(t.isfinite().all() for t in results)
-    assert results[0].abs().max() <= 1
+    assert cell == "rnn_relu" or results[0].abs().max() <= max(1, tensors[1].abs().max())
 
 
 @pytest.mark.parametrize("value", [1e4, -1e4, 1e30, float("inf"), -float("inf")])
-def test_extreme_gates(value, isa):
+def test_extreme_gates(cell, value, isa):
+    kind, groups = CELLS[cell], GATES[CELLS[cell]]
+    if cell == "rnn_relu" and value == float("inf"):
+        pytest.skip("infinity is its value there")
     for dtype in (torch.float64, torch.float32):
-        gates, c = torch.full((2, 4 * 17), value, dtype=dtype), torch.ones(2, 17, dtype=dtype)
-        _, c_new, activated = torch.ops.seqkern.lstm_cell_fwd(gates, c)
+        gates, state = torch.full((2, groups * 17), value, dtype=dtype), torch.ones(2, 17, dtype=dtype)
+        zeros, c = torch.zeros_like(gates), state if cell == "lstm" else None
+        h_new, c_new, activated = torch.ops.seqkern.rnn_cell_fwd(gates, zeros, state, c, kind)
         open_, sign = (1.0, 1.0) if value > 0 else (0.0, -1.0)
-        expected = torch.tensor([open_, open_, sign, open_], dtype=dtype).repeat_interleave(17).expand(2, -1)
+        expected = {
+            "lstm": [open_, open_, sign, open_], "gru": [open_, open_, sign, 0.0], "rnn_tanh": [sign],
+            "rnn_relu": [max(value, 0.0)],
+        }[cell]  # fmt: skip
+        expected = torch.tensor(expected, dtype=dtype).repeat_interleave(17).expand(2, -1)
         tiny = torch.finfo(dtype).tiny
         assert (activated - expected).abs().max() <= 4 * tiny
-        assert (c_new - (1 + sign) * open_).abs().max() <= 8 * tiny
-        grads = torch.ops.seqkern.lstm_cell_bwd(torch.ones_like(c), torch.ones_like(c), activated, c, c_new)
+        if cell == "lstm":
+            assert (c_new - (1 + sign) * open_).abs().max() <= 8 * tiny
+        if cell == "gru":
+            assert (h_new - (1 if value > 0 else -1)).abs().max() <= 8 * tiny  # z h = 1, or n = -1
+        grads = torch.ops.seqkern.rnn_cell_bwd(
+            state, state if cell == "lstm" else None, state, c, c_new if cell == "lstm" else None, activated, kind
+        )
         assert all(g.isfinite().all() for g in grads)
+        if cell != "rnn_relu":
+            assert grads[0].abs().max() <= 4 * tiny
 
 
-def test_bad_numbers_stay_in_their_sequence(isa):
-    x, h, c = sequence(6, 9, 4, 33)
-    weights = parameters(4, 33)
-    clean = run(x, h, c, *weights)
+def test_bad_numbers_stay_in_their_sequence(cell, isa):
+    x, *states = sequence(cell, 6, 9, 4, 33)
+    weights = parameters(cell, 4, 33)
+    clean = run(cell, x, *states, *weights)
     x[2, 3, 1], x[4, 5, 0] = float("nan"), float("inf")
-    output, h_n, c_n = run(x, h, c, *weights)
+    results = run(cell, x, *states, *weights)
     others = [0, 1, 2, 4, 6, 7, 8]
-    assert output[2:, 3].isnan().all()
-    assert h_n[:, 3].isnan().all()
-    assert equal(
-        [output[:2, 3], output[:, others], c_n[:, others]], [clean[0][:2, 3], clean[0][:, others], clean[2][:, others]]
-    )
-    assert torch.equal(output[:4, 5], clean[0][:4, 5])
+    if cell != "rnn_relu":  # relu of a NaN: a NaN, too
+        assert results[0][2:, 3].isnan().all()
+    assert results[0][2:, 3].isnan().any()
+    assert equal([results[0][:2, 3], results[0][:4, 5]], [clean[0][:2, 3], clean[0][:4, 5]])
+    assert equal([t[:, others] for t in results], [t[:, others] for t in clean])
+
+
+@pytest.mark.parametrize("c", [1e14, 1e30])
+def test_a_saturated_cell_passes_no_gradient(c, isa):
+    """tanh'(c) is 0 there; any rest of it would be multiplied by c on its way to the forget gate."""
+    weights = [p.detach().requires_grad_() for p in torch.nn.LSTM(3, 5).parameters()]
+    state = (torch.zeros(1, 2, 5), torch.full((1, 2, 5), c))
+    output, _ = seqkern.lstm(torch.randn(3, 2, 3), state, weights)
+    (bias,) = torch.autograd.grad(output.sum(), weights[2:3])
+    assert torch.equal(bias[5:10], torch.zeros(5))
 
 
 def test_interpreted_triton(interpreted):
@@ -167,8 +258,10 @@ def test_interpreted_triton(interpreted):
         """
 import torch
 import seqkern
-from seqkern.testing import check_case, lstm_case, lstm_cell_case, poison
-cases = lstm_case(3, 4, 5, 17), lstm_case(2, 6, 8, 9, bidirectional=True, bias=False), lstm_cell_case(9, 5, 33)
+from seqkern.testing import check_case, rnn_case, rnn_cell_case, poison
+cases = [rnn_cell_case(cell, 9, 5, 33) for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+for cell in ("lstm", "gru"):
+    cases += [rnn_case(cell, 3, 4, 5, 17), rnn_case(cell, 2, 6, 8, 9, bidirectional=True, bias=False)]
 with poison(), seqkern.use_backend("triton"):
     for dtype in (torch.float32, torch.float16):
         for case in cases:
@@ -181,42 +274,41 @@ with poison(), seqkern.use_backend("triton"):
 # ---- which gradients ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=["output", "h_n", "c_n", "output and c_n"])
+@pytest.mark.parametrize(
+    "wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=["output", "h", "c", "output and c", "h and c"]
+)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_gradient_of_some_results(wanted, bidirectional):
-    cells = 2 if bidirectional else 1
-    tensors = sequence(cells=cells, dtype=torch.float64) + parameters(directions=cells, dtype=torch.float64)
+def test_gradient_of_some_results(cell, wanted, bidirectional):
+    if cell != "lstm" and 2 in wanted:
+        pytest.skip("has no c")
+    runs = 2 if bidirectional else 1
+    options = {"runs": runs, "dtype": torch.float64}
+    tensors = sequence(cell, **options) + parameters(cell, directions=runs, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in tensors]
     ours, theirs = (
-        torch.autograd.grad(sum(f(*leaves, bidirectional=bidirectional)[i].sin().sum() for i in wanted), leaves)
+        torch.autograd.grad(
+            sum(f(cell, *leaves, bidirectional=bidirectional)[i].sin().sum() for i in wanted), leaves, allow_unused=True
+        )
         for f in (run, torch_run)
     )
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (0, 6)], ids=str)
-def test_gradients_only_for_what_needs_them(wanted):
-    tensors = sequence(dtype=torch.float64) + parameters(dtype=torch.float64)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (5,), (0, 5)], ids=str)
+def test_gradients_only_for_what_needs_them(cell, wanted):
+    tensors = sequence(cell, dtype=torch.float64) + parameters(cell, dtype=torch.float64)
     leaves = [tensors[i].requires_grad_() for i in wanted]
-    ours, theirs = (torch.autograd.grad(f(*tensors)[0].square().sum(), leaves) for f in (run, torch_run))
+    ours, theirs = (torch.autograd.grad(f(cell, *tensors)[0].square().sum(), leaves) for f in (run, torch_run))
     torch.testing.assert_close(ours, theirs)
 
 
-def test_biases_have_gradients_of_their_own():
-    model = seqkern.nn.LSTM(4, 7)
-    model(sequence()[0])[0].sum().backward()
-    before = model.bias_hh_l0.grad.clone()
+def test_weights_have_gradients_of_their_own():
+    model = seqkern.nn.LSTM(4, 7, bidirectional=True)
+    model(sequence("lstm")[0])[0].sum().backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.bias_ih_l0.grad.zero_()
-    assert torch.equal(model.bias_hh_l0.grad, before)
-
-
-def test_backward_in_eval_mode():
-    model = seqkern.nn.LSTM(4, 7, 2, dropout=0.5).eval()
-    theirs = torch.nn.LSTM(4, 7, 2).eval()
-    theirs.load_state_dict(model.state_dict())
-    x = sequence()[0].requires_grad_()
-    (ours,), (expected,) = (torch.autograd.grad(m(x)[0].sin().sum(), x) for m in (model, theirs))
-    torch.testing.assert_close(ours, expected)
+    for name, p in model.named_parameters():
+        assert name == "bias_ih_l0" or torch.equal(p.grad, before[name])
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------
@@ -224,24 +316,26 @@ def test_backward_in_eval_mode():
 
 @pytest.mark.parametrize(("steps", "batch"), [(0, 3), (5, 0), (0, 0)])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_empty(steps, batch, bidirectional, isa):
-    cells = 2 if bidirectional else 1
-    tensors = sequence(steps, batch, cells=cells) + parameters(directions=cells)
-    ones = [torch.ones(s) for s in ((steps, batch, 7 * cells), (cells, batch, 7), (cells, batch, 7))]
-    output, h_n, c_n, *grads = everything(tensors, grads=ones, bidirectional=bidirectional)
-    assert output.shape == (steps, batch, 7 * cells)
-    assert equal([h_n, c_n], tensors[1:3])
+def test_empty(cell, steps, batch, bidirectional, isa):
+    runs, n = 2 if bidirectional else 1, states_of(cell)
+    tensors = sequence(cell, steps, batch, runs=runs) + parameters(cell, directions=runs)
+    ones = [torch.ones(s) for s in ((steps, batch, 7 * runs), *[(runs, batch, 7)] * n)]
+    results = everything(cell, tensors, grads=ones, bidirectional=bidirectional)
+    (output, *states), grads = results[: n + 1], results[n + 1 :]
+    assert output.shape == (steps, batch, 7 * runs)
+    assert equal(states, tensors[1 : n + 1])
     assert [g.shape for g in grads] == [t.shape for t in tensors]
-    assert equal(grads[1:3], ones[1:])
-    assert all(torch.equal(g, torch.zeros_like(g)) for g in (grads[0], *grads[3:]))
+    assert equal(grads[1 : n + 1], ones[1:])
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in (grads[0], *grads[n + 1 :]))
 
 
-def test_no_inputs_and_cells_without_a_batch(isa):
-    output = everything(sequence(5, 3, 0) + parameters(0))[0]
+def test_no_inputs_and_cells_without_a_batch(cell, isa):
+    output = everything(cell, sequence(cell, 5, 3, 0) + parameters(cell, 0))[0]
     assert output.isfinite().all()
-    assert [
-        t.shape for t in everything([torch.randn(0, 4), *[torch.randn(0, 7)] * 2, *parameters()], run_cell)[:2]
-    ] == [(0, 7)] * 2
+    n = states_of(cell)
+    states = [torch.randn(0, 7)] * n
+    results = everything(cell, [torch.randn(0, 4), *states, *parameters(cell)], run_cell)
+    assert [t.shape for t in results[:n]] == [(0, 7)] * n
 
 
 LAYOUTS = {
@@ -254,16 +348,20 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts(make, isa):
-    tensors = [make(6, 5, 9), make(1, 5, 17), make(1, 5, 17), make(68, 9), make(68, 17), *torch.randn(2, 136)[:, ::2]]
-    grads = [make(6, 5, 17), make(1, 5, 17), make(1, 5, 17)]
+def test_layouts(cell, make, isa):
+    gates, n = GATES[CELLS[cell]] * 17, states_of(cell)
+    states = [make(1, 5, 17) for _ in range(n)]
+    tensors = [make(6, 5, 9), *states, make(gates, 9), make(gates, 17), *torch.randn(2, 2 * gates)[:, ::2]]
+    grads = [make(6, 5, 17), *(make(1, 5, 17) for _ in range(n))]
     dense = [t.contiguous() for t in tensors]
-    assert equal(everything(tensors, grads=grads), everything(dense, grads=[g.contiguous() for g in grads]))
-    cell, dense_cell = ([t[0] for t in ts[:3]] + ts[3:] for ts in (tensors, dense))
-    torch.testing.assert_close(everything(cell, run_cell), everything(dense_cell, run_cell))
+    ours = everything(cell, tensors, grads=grads)
+    assert equal(ours, everything(cell, dense, grads=[g.contiguous() for g in grads]))
+    one, dense_one = ([t[0] for t in ts[: n + 1]] + ts[n + 1 :] for ts in (tensors, dense))
+    torch.testing.assert_close(everything(cell, one, run_cell), everything(cell, dense_one, run_cell))
 
 
 @given(
+    cell=st.sampled_from(list(CELLS)),
     steps=st.integers(0, 5),
     batch=st.integers(0, 8),
     inputs=st.integers(1, 9),
@@ -273,85 +371,116 @@ def test_layouts(make, isa):
     batch_first=st.booleans(),
     bias=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
-def test_any_shape_means_what_torch_means(steps, batch, inputs, hidden, layers, bidirectional, batch_first, bias):
+@settings(max_examples=100, deadline=None)
+def test_any_shape_means_what_torch_means(cell, steps, batch, inputs, hidden, layers, bidirectional, batch_first, bias):
     directions = 2 if bidirectional else 1
-    x, h, c = sequence(steps, batch, inputs, hidden, cells=layers * directions, dtype=torch.float64)
-    weights = parameters(inputs, hidden, layers=layers, directions=directions, bias=bias, dtype=torch.float64)
+    x, *states = sequence(cell, steps, batch, inputs, hidden, runs=layers * directions, dtype=torch.float64)
+    weights = parameters(cell, inputs, hidden, layers=layers, directions=directions, bias=bias, dtype=torch.float64)
     options = {"num_layers": layers, "bidirectional": bidirectional, "batch_first": batch_first}
-    x = x.transpose(0, 1) if batch_first else x
+    tensors = [x.transpose(0, 1) if batch_first else x, *states, *weights]
     if steps and batch:
         torch.testing.assert_close(
-            everything([x, h, c, *weights], **options), everything([x, h, c, *weights], torch_run, **options)
+            everything(cell, tensors, **options), everything(cell, tensors, torch_run, **options)
         )
     else:  # torch refuses an empty sequence
-        assert run(x, h, c, *weights, **options)[0].shape == (*x.shape[:2], directions * hidden)
+        assert run(cell, *tensors, **options)[0].shape == (*tensors[0].shape[:2], directions * hidden)
 
 
-def test_state_is_zero_without_one():
-    x, weights = sequence()[0], parameters()
-    assert equal(run(x, *torch.zeros(2, 1, 3, 7), *weights), (lambda o, s: (o, *s))(*seqkern.lstm(x, None, weights)))
+def test_state_is_zero_without_one(cell):
+    x, *states = sequence(cell)
+    weights = parameters(cell)
+    output, state = getattr(seqkern, cell)(x, None, weights)
+    zeros = run(cell, x, *(torch.zeros_like(t) for t in states), *weights)
+    assert equal(zeros, [output, *(state if cell == "lstm" else [state])])
 
 
 # ---- determinism --------------------------------------------------------------------------------------------------
 
 
-def test_same_bits_on_any_number_of_threads(dtype, isa):
-    tensors = sequence(40, 67, 33, 65, dtype=dtype) + parameters(33, 65, dtype=dtype)
+def test_same_bits_on_any_number_of_threads(cell, dtype, isa):
+    tensors = sequence(cell, 40, 67, 33, 65, runs=2, dtype=dtype) + parameters(cell, 33, 65, directions=2, dtype=dtype)
     threads = torch.get_num_threads()
     runs = []
     try:
         for count in (1, 2, 3, 2):
             torch.set_num_threads(count)
-            runs.append(everything(tensors))
+            runs.append(everything(cell, tensors, bidirectional=True))
     finally:
         torch.set_num_threads(threads)
     assert all(equal(runs[0], other) for other in runs[1:])
 
 
 @pytest.mark.parametrize("batch", [2, 6, 33])
-def test_a_sequence_does_not_see_the_batch(batch, dtype, isa):
-    tensors = sequence(9, batch, 33, 65, dtype=dtype)
-    weights = parameters(33, 65, dtype=dtype)
-    together = everything(tensors + weights)
+def test_a_sequence_does_not_see_the_batch(cell, batch, dtype, isa):
+    tensors = sequence(cell, 9, batch, 33, 65, dtype=dtype)
+    weights = parameters(cell, 33, 65, dtype=dtype)
+    together = everything(cell, tensors + weights)
     for row in {0, batch // 2, batch - 1}:
-        alone = everything([t[:, row : row + 1] for t in tensors] + weights)
-        assert equal(alone[:6], [t[:, row : row + 1] for t in together[:6]])
+        alone = everything(cell, [t[:, row : row + 1] for t in tensors] + weights)
+        own = 2 * len(tensors)  # results and the gradients of input and state
+        assert equal(alone[:own], [t[:, row : row + 1] for t in together[:own]])
 
 
-def test_chunks_chain_to_one_long_run(isa):
+def test_chunks_chain_to_one_long_run(cell, isa):
     for dtype in (torch.float64, torch.float32):
-        x, h, c = sequence(50, 40, 6, 65, dtype=dtype)
-        weights = parameters(6, 65, dtype=dtype)
-        whole, *state = run(x, h, c, *weights)
+        x, *states = sequence(cell, 50, 40, 6, 65, dtype=dtype)
+        weights = parameters(cell, 6, 65, dtype=dtype)
+        whole, *state = run(cell, x, *states, *weights)
         pieces = []
         for piece in x.split([1, 30, 2, 17]):
-            output, h, c = run(piece, h, c, *weights)
+            output, *states = run(cell, piece, *states, *weights)
             pieces.append(output)
-        assert equal([torch.cat(pieces), h, c], [whole, *state])
+        assert equal([torch.cat(pieces), *states], [whole, *state])
 
 
-def test_reverse_is_forward_on_the_flipped_sequence(isa):
-    x, h, c = sequence(50, 40, 6, 65)
-    w_ih, w_hh, b_ih, b_hh = parameters(6, 65)
+def op_arguments(cell, *tensors):
+    """The tensors and lists of rnn_fwd, from one layer's in one direction or two; then the numbers up to the cell."""
+    x, hx, weights = split(cell, tensors)
+    h, c = hx if cell == "lstm" else (hx, None)
+    each = len(weights) // len(h)
+    lists = [weights[n::each] for n in range(each)] + [[]] * (7 - each)
+    return [x, h, c, *lists, None, None, None, None], [0.0, 0.0, 1e-5, CELLS[cell]]
+
+
+def test_reverse_is_forward_on_the_flipped_sequence(cell, isa):
     ops = torch.ops.seqkern
-    inputs = (h[0], c[0], w_ih, w_hh)
-    forward = ops.lstm_fwd(x, *inputs, b_ih, b_hh, False)
-    backward = ops.lstm_fwd(x.flip(0), *inputs, b_ih, b_hh, True)
-    assert equal(forward, [t.flip(0) for t in backward])
-    dy, dh, dc = torch.randn(50, 40, 65), *torch.randn(2, 40, 65)
-    dx, *grads = ops.lstm_bwd(dy, dh, dc, x, *inputs, *forward, False, True, True)
-    dx_flipped, *others = ops.lstm_bwd(dy.flip(0), dh, dc, x.flip(0), *inputs, *backward, True, True, True)
+    (x, h, c, *rest), numbers = op_arguments(cell, *sequence(cell, 50, 40, 6, 65), *parameters(cell, 6, 65))
+    forward = ops.rnn_fwd(x, h, c, *rest, *numbers, False, True)
+    backward = ops.rnn_fwd(x.flip(0), h, c, *rest, *numbers, True, True)
+
+    def flipped(results):
+        output, h_n, c_n, *kept = results
+        return [output.flip(0), h_n, c_n, *(t.flip(1) if t.dim() > 1 else t for t in kept)]
+
+    assert equal(forward, flipped(backward))
+    dy, dh, dc = torch.randn(50, 40, 65), *torch.randn(2, 1, 40, 65)
+    dc = dc if cell == "lstm" else None
+    dx, *grads = ops.rnn_bwd(dy, dh, dc, None, x, h, c, *rest, *numbers, False, forward[0], *forward[3:], True, True)
+    dx_flipped, *others = ops.rnn_bwd(
+        dy.flip(0), dh, dc, None, x.flip(0), h, c, *rest, *numbers, True, backward[0], *backward[3:], True, True
+    )
     assert equal([dx, *grads[:2]], [dx_flipped.flip(0), *others[:2]])
     torch.testing.assert_close(grads[2:], others[2:])  # the sums over the steps run the other way
 
 
-def test_inputs_are_not_modified_and_every_output_is_written(isa, dtype):
-    tensors = sequence(9, 7, 5, 33, cells=2, dtype=dtype) + parameters(5, 33, directions=2, dtype=dtype)
+def test_two_directions_are_two_runs(cell, isa):
+    x, *states = sequence(cell, 20, 9, 6, 33, runs=2)
+    weights = parameters(cell, 6, 33, directions=2)
+    together = run(cell, x, *states, *weights, bidirectional=True)
+    arguments = (op_arguments(cell, x, *(s[d : d + 1] for s in states), *weights[4 * d : 4 * d + 4]) for d in (0, 1))
+    apart = [torch.ops.seqkern.rnn_fwd(*t, *numbers, d == 1, False) for d, (t, numbers) in enumerate(arguments)]
+    assert torch.equal(together[0], torch.cat([a[0] for a in apart], -1))
+    assert torch.equal(together[1], torch.cat([a[1] for a in apart]))
+
+
+def test_inputs_are_not_modified_and_every_output_is_written(cell, isa, dtype):
+    n = states_of(cell)
+    tensors = sequence(cell, 9, 7, 5, 33, runs=2, dtype=dtype) + parameters(cell, 5, 33, directions=2, dtype=dtype)
     before = [t.clone() for t in tensors]
     with poison():
-        results = everything(tensors, bidirectional=True)
-        results += everything([t[0] for t in tensors[:3]] + tensors[3:7], run_cell)
+        results = everything(cell, tensors, bidirectional=True)
+        results += everything(cell, tensors, bidirectional=True, lengths=[9, 1, 0, 5, 9, 2, 3])
+        results += everything(cell, [t[0] for t in tensors[: n + 1]] + tensors[n + 1 : n + 5], run_cell)
     assert all(t.isfinite().all() for t in results)
     assert equal(tensors, before)
 
@@ -359,63 +488,65 @@ def test_inputs_are_not_modified_and_every_output_is_written(isa, dtype):
 # ---- derivatives --------------------------------------------------------------------------------------------------
 
 
-def test_gradcheck(isa):
-    leaves = [
-        t.requires_grad_() for t in sequence(2, 2, 2, 3, dtype=torch.float64) + parameters(2, 3, dtype=torch.float64)
-    ]
-    assert torch.autograd.gradcheck(run, leaves)
+def leaves_of(cell, steps=2, batch=1, inputs=2, hidden=2, runs=1, bias=True):
+    tensors = sequence(cell, steps, batch, inputs, hidden, runs=runs, dtype=torch.float64)
+    tensors += parameters(cell, inputs, hidden, directions=runs, bias=bias, dtype=torch.float64)
+    return [t.requires_grad_() for t in tensors]
+
+
+def test_gradcheck(cell, isa):
+    assert torch.autograd.gradcheck(functools.partial(run, cell), leaves_of(cell, 2, 2, 2, 3))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_gradcheck_of_every_mode(bidirectional):
-    directions = 2 if bidirectional else 1
-    tensors = sequence(2, 1, 2, 2, cells=directions, dtype=torch.float64)
-    leaves = [t.requires_grad_() for t in tensors + parameters(2, 2, directions=directions, dtype=torch.float64)]
-    function = functools.partial(run, bidirectional=bidirectional)
+def test_gradcheck_of_every_mode(cell, bidirectional):
+    leaves = leaves_of(cell, runs=2 if bidirectional else 1)
+    function = functools.partial(run, cell, bidirectional=bidirectional)
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradgradcheck(bias):
-    leaves = [
-        t.requires_grad_()
-        for t in sequence(2, 1, 2, 2, dtype=torch.float64) + parameters(2, 2, bias=bias, dtype=torch.float64)
-    ]
-    assert torch.autograd.gradgradcheck(run, leaves, check_fwd_over_rev=True)
+def test_gradgradcheck(cell, bias):
+    leaves = leaves_of(cell, bias=bias)
+    assert torch.autograd.gradgradcheck(functools.partial(run, cell), leaves, check_fwd_over_rev=True)
 
 
-def test_cell_gradcheck():
-    tensors = [t[0] for t in sequence(1, 2, 2, 3, dtype=torch.float64)] + parameters(2, 3, dtype=torch.float64)
-    leaves = [t.requires_grad_() for t in tensors]
-    assert torch.autograd.gradcheck(run_cell, leaves, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(run_cell, leaves, check_fwd_over_rev=True)
+def test_cell_gradcheck(cell):
+    tensors = leaves_of(cell, 1, 2, 2, 3)
+    n = 1 + states_of(cell)
+    leaves = [t.detach()[0].requires_grad_() for t in tensors[:n]] + tensors[n:]
+    function = functools.partial(run_cell, cell)
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True)
 
 
-def reference_run(*tensors, **options):
-    with seqkern.use_backend("reference"):
-        return run(*tensors, **options)
-
-
-def test_functional_transforms():
-    x, h, c = (t.unsqueeze(0).repeat_interleave(4, 0) for t in sequence(3, 2, 3, 5, dtype=torch.float64))
+@pytest.mark.parametrize("lengths", [None, [3, 1]])
+def test_functional_transforms(cell, lengths):
+    n = states_of(cell)
+    x, *states = (t.expand(4, *t.shape).clone() for t in sequence(cell, 3, 2, 3, 5, dtype=torch.float64))
     x = torch.randn_like(x)
-    weights = parameters(3, 5, dtype=torch.float64)
+    weights = parameters(cell, 3, 5, dtype=torch.float64)
 
-    def loss(f):
-        return lambda x, h, c, *w: sum(t.square().sum() for t in f(x, h, c, *w)).sin()
+    def ours(*tensors):
+        return sum(t.square().sum() for t in run(cell, *tensors, lengths=lengths)).sin()
 
-    ours, theirs = loss(run), loss(reference_run)
-    shared = (0, 0, 0, None, None, None, None)
+    def theirs(*tensors):
+        with seqkern.use_backend("reference"):
+            return ours(*tensors)
+
+    shared, all_weights = (*[0] * (n + 1), *[None] * 4), tuple(range(n + 1, n + 5))
 
     def vmap_over_last(f):
-        return lambda x, h, c, *w: torch.func.vmap(f, in_dims=(2, *[None] * 6))(x.movedim(0, 2), h[0], c[0], *w)
+        last = (2, *[None] * (n + 4))
+        return lambda x, *rest: torch.func.vmap(f, in_dims=last)(x.movedim(0, 2), *(s[0] for s in rest[:n]), *rest[n:])
 
     def vmap_over_all(f):
-        return lambda x, h, c, *w: torch.func.vmap(f)(x, h, c, *(t.expand(4, *t.shape) for t in w))
+        return lambda *t: torch.func.vmap(f)(*t[: n + 1], *(w.expand(4, *w.shape) for w in t[n + 1 :]))
 
     def jvp(f):
-        def along_input_and_weight(x, h, c, *w):
-            return torch.func.jvp(lambda x, u: f(x, h[0], c[0], w[0], u, *w[2:]), (x[0], w[1]), (x[1], w[1].cos()))
+        def along_input_and_weight(x, *rest):
+            states, (w_ih, w_hh, *bias) = [s[0] for s in rest[:n]], rest[n:]
+            return torch.func.jvp(lambda x, u: f(x, *states, w_ih, u, *bias), (x[0], w_hh), (x[1], w_hh.cos()))
 
         return along_input_and_weight
 
@@ -423,281 +554,79 @@ def test_functional_transforms():
         lambda f: torch.func.vmap(f, in_dims=shared),
         vmap_over_last,
         vmap_over_all,
-        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 1, 2)), in_dims=shared),
-        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 3, 4, 5, 6)), in_dims=shared),
+        lambda f: torch.func.vmap(torch.func.grad(f, argnums=tuple(range(n + 1))), in_dims=shared),
+        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, *all_weights)), in_dims=shared),
         jvp,
-        lambda f: lambda x, h, c, *w: torch.func.hessian(f, argnums=1)(x[0], h[0], c[0], *w),
+        lambda f: lambda *t: torch.func.hessian(f, argnums=1)(*(s[0] for s in t[: n + 1]), *t[n + 1 :]),
     ):
-        torch.testing.assert_close(transform(ours)(x, h, c, *weights), transform(theirs)(x, h, c, *weights))
+        tensors = (x, *states, *weights)
+        torch.testing.assert_close(transform(ours)(*tensors), transform(theirs)(*tensors))
 
 
-def test_no_samples():
-    x, h, c = (t.expand(0, *t.shape) for t in sequence())
-    weights = parameters()
+def test_no_samples(cell):
+    x, *_ = (t.expand(0, *t.shape) for t in sequence(cell))
+    weights = parameters(cell)
+    function = getattr(seqkern, cell)
     for mapped in (
-        torch.func.vmap(lambda x: seqkern.lstm(x, None, weights)[0])(x),
-        torch.func.vmap(lambda x, *w: seqkern.lstm(x, None, w)[0])(x, *(w.expand(0, *w.shape) for w in weights)),
+        torch.func.vmap(lambda x: function(x, None, weights)[0])(x),
+        torch.func.vmap(lambda x, *w: function(x, None, w)[0])(x, *(w.expand(0, *w.shape) for w in weights)),
     ):
         assert mapped.shape == (0, *x.shape[1:3], 7)
-    assert torch.func.vmap(lambda x, h, c: seqkern.lstm_cell(x, (h, c), *weights)[0])(
-        x[:, 0], h[:, 0], c[:, 0]
-    ).shape == (0, *h.shape[2:])
+    tensors = [torch.randn(0, 3, 4), *[torch.randn(0, 3, 7)] * states_of(cell)]
+    assert torch.func.vmap(lambda *t: run_cell(cell, *t, *weights)[0])(*tensors).shape == (0, 3, 7)
 
 
-def test_float64_stays_out_of_autocast():
-    x, h, c = sequence(dtype=torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert seqkern.lstm(x, (h, c), parameters(dtype=torch.float64))[0].dtype == torch.float64
-        with pytest.raises(TypeError, match="must have the input's dtype torch.float64, got torch.float32"):
-            seqkern.lstm(x, (h, c), parameters())
+def test_cell_functional_transforms(cell):
+    n = states_of(cell)
+    tensors = [torch.randn(4, *t.shape[1:], dtype=torch.float64) for t in sequence(cell, 1, 2, 3, 5)]
+    weights = parameters(cell, 3, 5, dtype=torch.float64)
 
+    def loss(*tensors):
+        return sum(t.square().sum() for t in run_cell(cell, *tensors)).sin()
 
-def test_cell_functional_transforms():
-    x, h, c = (t[0].expand(4, *t[0].shape).clone() for t in sequence(1, 2, 3, 5, dtype=torch.float64))
-    weights = parameters(3, 5, dtype=torch.float64)
-
-    def loss(x, h, c, *w):
-        return sum(t.square().sum() for t in run_cell(x, h, c, *w)).sin()
-
-    for f in (loss, torch.func.grad(loss, argnums=(0, 2, 3))):
-        mapped = torch.func.vmap(f, in_dims=(0, 0, 0, *[None] * 4))(x, h, c, *weights)
-        each = [f(x[i], h[i], c[i], *weights) for i in range(4)]
+    for f in (loss, torch.func.grad(loss, argnums=(0, n, n + 1))):
+        mapped = torch.func.vmap(f, in_dims=(*[0] * (n + 1), *[None] * 4))(*tensors, *weights)
+        each = [f(*(t[i] for t in tensors), *weights) for i in range(4)]
         columns = zip(*each, strict=True) if isinstance(each[0], tuple) else [each]
         stacked = tuple(torch.stack(list(column)) for column in columns)
         torch.testing.assert_close(mapped if isinstance(mapped, tuple) else (mapped,), stacked)
 
 
-# ---- torch's machinery --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("steps", "batch"), [(3, 2), (3, 0), (0, 2)])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_opcheck(steps, batch, reverse):
-    ops = torch.ops.seqkern
-    x, h, c = sequence(steps, batch)
-    w_ih, w_hh, b_ih, b_hh = parameters()
-    inputs = (x, h[0], c[0], w_ih, w_hh)
-    torch.library.opcheck(ops.lstm_fwd.default, (*inputs, b_ih, b_hh, reverse))
-    torch.library.opcheck(
-        ops.lstm_fwd.default, (x.transpose(0, 1).contiguous().transpose(0, 1), *inputs[1:], None, None, reverse)
-    )
-    saved = ops.lstm_fwd(*inputs, b_ih, b_hh, reverse)
-    for need_input in (True, False):
-        for need_weights in (True, False):
-            grads = (torch.ones(()).expand(steps, batch, 7), h[0], c[0])
-            torch.library.opcheck(ops.lstm_bwd.default, (*grads, *inputs, *saved, reverse, need_input, need_weights))
-    gates = torch.randn(batch, 28)
-    torch.library.opcheck(ops.lstm_cell_fwd.default, (gates, c[0]))
-    _, c_new, activated = ops.lstm_cell_fwd(gates, c[0])
-    torch.library.opcheck(ops.lstm_cell_bwd.default, (h[0], c[0], activated, c[0], c_new))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    leaves = [t.requires_grad_() for t in sequence(cells=2) + parameters(layers=2)]
-    compiled = torch.compile(lambda *a: run(*a, num_layers=2)[0].sin(), fullgraph=True, dynamic=dynamic)
-    output, expected = compiled(*leaves), run(*leaves, num_layers=2)[0].sin()
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(torch.autograd.grad(output.sum(), leaves), torch.autograd.grad(expected.sum(), leaves))
-
-
-@pytest.mark.parametrize("make", [seqkern.nn.LSTM, seqkern.nn.LSTMCell])
-def test_compile_modules(make, monkeypatch):
-    """torch.compile refuses subclasses of torch.nn.LSTM in a whole graph unless allow_rnn says otherwise."""
-    model = make(4, 7)
-    x = sequence()[0] if make is seqkern.nn.LSTM else sequence()[0][0]
-    with torch._dynamo.config.patch(allow_rnn=True):
-        whole = torch.compile(model, fullgraph=True)(x)
-    torch.testing.assert_close(whole, model(x))
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model)(x), model(x))
-
-
-def test_export_keeps_one_node_a_layer():
-    model = seqkern.nn.LSTM(4, 7, 2, batch_first=True)
-    dims = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("steps", min=2, max=64)}
-    program = torch.export.export(model, (torch.randn(3, 5, 4),), dynamic_shapes=(dims,))
-    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert targets.count(torch.ops.seqkern.lstm_fwd.default) == 2
-    x = torch.randn(8, 9, 4)
-    torch.testing.assert_close(program.module()(x), model(x))
-
-
-ARGUMENTS = [
-    {}, {"bias": False}, {"batch_first": True}, {"num_layers": 2, "bidirectional": True, "batch_first": True},
-    {"num_layers": 3, "dropout": 0.4}, {"num_layers": 2, "dropout": 0.9, "bidirectional": True},
-    {"dtype": torch.float64},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("batched", [True, False])
-def test_module_is_a_drop_in(arguments, training, batched):
-    theirs, ours = torch.nn.LSTM(4, 7, **arguments), seqkern.nn.LSTM(4, 7, **arguments)
-    assert isinstance(ours, torch.nn.LSTM)
-    assert repr(ours) == repr(theirs)
-    ours.load_state_dict(theirs.state_dict())
-    dtype = arguments.get("dtype", torch.float32)
-    x, h, c = sequence(5, 5, cells=ours.num_layers * (2 if ours.bidirectional else 1), dtype=dtype)
-    if not batched:
-        x, h, c = x[:, 0], h[:, 0], c[:, 0]
-    for state in (None, (h, c)):
-        results = []
-        for model in (ours.train(training), theirs.train(training)):
-            torch.manual_seed(1)  # the same units are dropped
-            output, state_n = model(x, state)
-            grads = torch.autograd.grad(output.sum(), list(model.parameters()))
-            results.append((output, *state_n, *grads))
-        torch.testing.assert_close(*results)
-    theirs.load_state_dict(ours.state_dict())
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batched", [True, False])
-def test_cell_module_is_a_drop_in(bias, batched):
-    theirs, ours = torch.nn.LSTMCell(4, 7, bias), seqkern.nn.LSTMCell(4, 7, bias)
-    assert isinstance(ours, torch.nn.LSTMCell)
-    assert repr(ours) == repr(theirs)
-    ours.load_state_dict(theirs.state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    x, h, c = (t[0] if batched else t[0, 0] for t in sequence())
-    for state in (None, (h, c)):
-        torch.testing.assert_close(ours(x, state), theirs(x, state))
-
-
-def test_functional_call_and_deepcopy():
-    model = seqkern.nn.LSTM(4, 7)
-    x = sequence()[0]
-    twice = {name: 2 * p for name, p in model.named_parameters()}
-    expected = seqkern.lstm(x, None, list(twice.values()))[0]
-    assert torch.equal(torch.func.functional_call(model, twice, (x,))[0], expected)
-
-
-@pytest.mark.parametrize("with_state", [True, False])
-def test_autocast_as_torch(with_state):
-    ours, cell = seqkern.nn.LSTM(4, 7), seqkern.nn.LSTMCell(4, 7)
-    theirs, their_cell = torch.nn.LSTM(4, 7), torch.nn.LSTMCell(4, 7)
-    x, h, c = sequence()
-    state = (h, c) if with_state else None
-    cell_state = (h[0], c[0]) if with_state else None
-    with torch.autocast("cpu", torch.bfloat16):
-        types = []
-        for model, one in ((ours, cell), (theirs, their_cell)):
-            output, state_n = model(x, state)
-            types.append([t.dtype for t in (output, *state_n, *one(x[0], cell_state))])
-        assert types[0] == types[1]
-        assert ours.double()(x.double())[0].dtype == torch.float64
-
-
-# ---- backends, cost and errors ------------------------------------------------------------------------------------
+# ---- backends and cost --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
-@pytest.mark.parametrize("op", ["lstm", "lstm_cell"])
-def test_backends_agree(op, backend, dtype, passes):
-    passes(verify(op, dtype, backend=backend))
+@pytest.mark.parametrize("kind", ["", "_cell"])
+def test_backends_agree(cell, kind, backend, dtype, passes):
+    passes(verify(cell + kind, dtype, backend=backend))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 1, 1, 64), (65, 33, 7, 129), (65, 8, 64, 256)], ids=str)
-def test_gpu_error_rule(shape, dtype, passes):
-    passes(check_case(lstm_case(*shape), dtype, device="cuda"))
-    passes(check_case(lstm_cell_case(*shape[1:]), dtype, device="cuda"))
+def test_gpu_error_rule(cell, shape, dtype, passes):
+    passes(check_case(rnn_case(cell, *shape), dtype, device="cuda"))
+    passes(check_case(rnn_cell_case(cell, *shape[1:]), dtype, device="cuda"))
 
 
 def test_cost_counts_the_products():
     forward = cost(128, 32, 256, 256, torch.float32)
     assert forward.flops == 2 * 128 * 32 * 1024 * 512
+    assert cost(128, 32, 256, 256, torch.float32, cell="gru").flops == forward.flops * 3 // 4
     assert cost(128, 32, 256, 256, torch.float32, backward=True).flops == 2 * forward.flops
-    assert cost(128, 32, 256, 256, torch.float32, training=True).bytes > forward.bytes
+    training = cost(128, 32, 256, 256, torch.float32, training=True)
+    assert training.bytes > cost(128, 32, 256, 256, torch.float32, training=True, recompute=True).bytes > forward.bytes
 
 
-X, H0, C0 = sequence()
-WEIGHTS = parameters()
-
-
-@pytest.mark.parametrize(
-    ("error", "words", "call"),
-    [
-        (TypeError, "lstm: input must be a tensor, got list", lambda: seqkern.lstm([1.0], None, WEIGHTS)),
-        (TypeError, "lstm: input must be float64.*got torch.int64", lambda: seqkern.lstm(X.long(), None, WEIGHTS)),
-        (ValueError, r"lstm: input must have 3 dimensions, got shape \(3, 4\)",
-         lambda: seqkern.lstm(X[0], None, WEIGHTS)),
-        (ValueError, "lstm: weights must hold 8 tensors, or 4 without biases, for 2 layers in 1 directions, got 5",
-         lambda: seqkern.lstm(X, None, [*WEIGHTS, WEIGHTS[0]], num_layers=2)),
-        (ValueError, r"lstm: weights\[0\] \(w_ih\) must have shape \(28, 5\), got \(28, 4\)",
-         lambda: seqkern.lstm(torch.randn(5, 3, 5), None, WEIGHTS)),
-        (ValueError, r"lstm: weights\[3\] \(b_hh\) must have shape \(28,\), got \(27,\)",
-         lambda: seqkern.lstm(X, None, [*WEIGHTS[:3], torch.randn(27)])),
-        (TypeError, r"lstm: weights\[1\] \(w_hh\) must have the input's dtype torch.float32, got torch.float64",
-         lambda: seqkern.lstm(X, None, [WEIGHTS[0], WEIGHTS[1].double(), *WEIGHTS[2:]])),
-        (ValueError, r"lstm: weights\[2\] \(b_ih\) must be on the input's device cpu, got meta",
-         lambda: seqkern.lstm(X, None, [*WEIGHTS[:2], WEIGHTS[2].to("meta"), WEIGHTS[3]])),
-        (ValueError, r"lstm: hx\[0\] must have shape \(1, 3, 7\), got \(1, 2, 7\)",
-         lambda: seqkern.lstm(X, (H0[:, :2], C0), WEIGHTS)),
-        (ValueError, r"lstm: hx\[1\] must have 3 dimensions, got shape \(3, 7\)",
-         lambda: seqkern.lstm(X, (H0, C0[0]), WEIGHTS)),
-        (TypeError, r"lstm: hx\[1\] must have the input's dtype", lambda: seqkern.lstm(X, (H0, C0.double()), WEIGHTS)),
-        (TypeError, r"lstm: hx must be a pair of tensors \(h, c\), got Tensor", lambda: seqkern.lstm(X, H0, WEIGHTS)),
-        (ValueError, "lstm: dropout must be a probability.*1.5", lambda: seqkern.lstm(X, None, WEIGHTS, dropout=1.5)),
-        (ValueError, "lstm: num_layers must be at least 1, got 0",
-         lambda: seqkern.lstm(X, None, WEIGHTS, num_layers=0)),
-        (NotImplementedError, "lstm: lengths is not available yet",
-         lambda: seqkern.lstm(X, None, WEIGHTS, lengths=torch.tensor([5, 4, 3]))),
-        (ValueError, r"lstm_cell: input must have 2 dimensions, got shape \(5, 3, 4\)",
-         lambda: seqkern.lstm_cell(X, (H0[0], C0[0]), *WEIGHTS)),
-        (ValueError, r"lstm_cell: hx\[1\] must have shape \(3, 7\), got \(2, 7\)",
-         lambda: seqkern.lstm_cell(X[0], (H0[0], C0[0, :2]), *WEIGHTS)),
-        (ValueError, r"lstm_cell: w_ih must have shape \(28, 3\)",
-         lambda: seqkern.lstm_cell(X[0, :, :3], (H0[0], C0[0]), *WEIGHTS)),
-        (TypeError, "lstm_cell: b_hh must have the input's dtype torch.float32, got torch.bfloat16",
-         lambda: seqkern.lstm_cell(X[0], (H0[0], C0[0]), *WEIGHTS[:3], WEIGHTS[3].bfloat16())),
-        (NotImplementedError, "LSTM: proj_size > 0 is not available yet; use torch.nn.LSTM",
-         lambda: seqkern.nn.LSTM(4, 7, proj_size=3)),
-        (NotImplementedError, "LSTM: packed sequences are not available yet; use torch.nn.LSTM",
-         lambda: seqkern.nn.LSTM(4, 7)(torch.nn.utils.rnn.pack_padded_sequence(X, torch.tensor([5, 4, 3])))),
-        (ValueError, "LSTM: input must have 2 or 3 dimensions", lambda: seqkern.nn.LSTM(4, 7)(X[None])),
-        (ValueError, r"LSTM: hx\[0\] must have 2 dimensions beside an input without a batch",
-         lambda: seqkern.nn.LSTM(4, 7)(X[:, 0], (H0, C0))),
-        (ValueError, r"LSTM: input's last dimension must be input_size = 4, got \(5, 3, 7\)",
-         lambda: seqkern.nn.LSTM(4, 7)(torch.randn(5, 3, 7))),
-        (ValueError, "LSTMCell: input's last dimension must be input_size = 4",
-         lambda: seqkern.nn.LSTMCell(4, 7)(torch.randn(3, 7))),
-        (TypeError, r"LSTM: hx\[1\] must be a tensor, got list",
-         lambda: seqkern.nn.LSTM(4, 7)(X[:, 0], (H0[:, 0], [0.0]))),
-        (ValueError, "LSTMCell: input must have 1 or 2 dimensions", lambda: seqkern.nn.LSTMCell(4, 7)(X)),
-        (TypeError, "LSTMCell: hx must be a pair of tensors.*got 3 of them",
-         lambda: seqkern.nn.LSTMCell(4, 7)(X[0, 0], (H0, C0, C0))),
-    ],
-)  # fmt: skip
-def test_errors_name_the_argument(error, words, call):
-    with pytest.raises(error, match=words):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("words", "change"),
-    [
-        ("input must have 3 dimensions, got 2", {0: X[0]}),
-        ("input must be float64", {0: X.int()}),
-        ("c0 must have size 3 in dimension 0, got 2", {2: C0[0, :2]}),
-        ("w_ih must have size 4 in dimension 1, got 3", {3: WEIGHTS[0][:, :3]}),
-        ("w_hh must have ScalarType", {4: WEIGHTS[1].double()}),
-        ("b_ih and b_hh must both be given", {6: None}),
-    ],
-)
-def test_the_op_itself_guards_its_pointers(words, change):
-    arguments = dict(enumerate((X, H0[0], C0[0], *WEIGHTS, False))) | change
-    with pytest.raises(RuntimeError, match=f"lstm_fwd: {words}"):
-        torch.ops.seqkern.lstm_fwd(*arguments.values())
-
-
-@pytest.mark.parametrize("c", [1e14, 1e30])
-def test_a_saturated_cell_passes_no_gradient(c, isa):
-    """tanh'(c) is 0 there; any rest of it would be multiplied by c on its way to the forget gate."""
-    weights = [p.detach().requires_grad_() for p in torch.nn.LSTM(3, 5).parameters()]
-    state = (torch.zeros(1, 2, 5), torch.full((1, 2, 5), c))
-    output, _ = seqkern.lstm(torch.randn(3, 2, 3), state, weights)
-    (bias,) = torch.autograd.grad(output.sum(), weights[2:3])
-    assert torch.equal(bias[5:10], torch.zeros(5))
+@pytest.mark.parametrize("reset_after", [True, False])
+def test_the_two_conventions_of_the_gru(reset_after):
+    """torch's, after the product, and Cho et al.'s, before it."""
+    x, h, w_ih, w_hh, b_ih, b_hh = sequence("gru")[0][0], torch.randn(3, 7), *parameters("gru")
+    ours = seqkern.reference.gru_cell(x, h, w_ih, w_hh, b_ih, b_hh, reset_after=reset_after)
+    if reset_after:
+        expected = torch.gru_cell(x, h, w_ih, w_hh, b_ih, b_hh)
+    else:
+        r, z, n = (x @ w.t() + b for w, b in zip(w_ih.chunk(3), b_ih.chunk(3), strict=True))
+        (u_r, u_z, u_n), (b_r, b_z, b_n) = w_hh.chunk(3), b_hh.chunk(3)
+        r, z = torch.sigmoid(r + h @ u_r.t() + b_r), torch.sigmoid(z + h @ u_z.t() + b_z)
+        expected = (1 - z) * torch.tanh(n + (r * h) @ u_n.t() + b_n) + z * h
+    torch.testing.assert_close(ours, expected)

@@ -71,6 +71,13 @@ void pack_item(const Packing& p, int64_t item) {
     const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
     const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
     const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
+    if (p.rows) {
+      for (int64_t i = 0; i < depth; ++i) {
+        const T* row = static_cast<const T*>(p.rows[k + i]);
+        store(packed + i * width + v * W<A>, row && count > 0 ? load_upto(row + column, count) : Vec<A>{});
+      }
+      continue;
+    }
     const T* source = static_cast<const T*>(p.source) + k * p.k_stride + (count > 0 ? column * p.n_stride : 0);
     pack_vector(source, p.k_stride, p.n_stride, depth, count, packed + v * W<A>, width);
   }
@@ -138,12 +145,18 @@ void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth
   const int64_t stride = by_rows ? kBlockDepth + kPad<A> : kBlockRows;
   row_stride = by_rows ? stride : 1;
   k_stride = by_rows ? 1 : stride;
-  const T* source = static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
+  const T* source = p.a_rows ? nullptr : static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
   for (int64_t o = 0; o < outer; ++o) {
+    A* out = staged + o * stride;
+    const T* in = p.a_rows ? static_cast<const T*>(p.a_rows[m0 + o]) : source + o * source_stride;
+    if (!in) {
+      for (int64_t i = 0; i < inner; ++i) out[i] = A(0);
+      continue;
+    }
+    if (p.a_rows) in += k0;
     int64_t i = 0;
-    for (; i + W<A> <= inner; i += W<A>) store(staged + o * stride + i, load(source + o * source_stride + i));
-    if (i < inner)
-      store_partial(staged + o * stride + i, load_partial(source + o * source_stride + i, inner - i), inner - i);
+    for (; i + W<A> <= inner; i += W<A>) store(out + i, load(in + i));
+    if (i < inner) store_partial(out + i, load_partial(in + i, inner - i), inner - i);
   }
 }
 
@@ -153,7 +166,7 @@ void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t 
   using A = acc_t<T>;
   const A* bias = static_cast<const A*>(p.bias);
   for (int64_t m = 0; m < rows; ++m) {
-    T* out = static_cast<T*>(p.c) + (m0 + m) * p.columns + n0;
+    T* out = (p.c_rows ? static_cast<T*>(p.c_rows[m0 + m]) : static_cast<T*>(p.c) + (m0 + m) * p.c_stride) + n0;
     for (int64_t n = 0; n < columns; n += W<A>) {
       Vec<A> v = load(c + m * ldc + n);
       if (bias) v += load_upto(bias + n0 + n, columns - n);
@@ -190,8 +203,10 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
     const int64_t next = k + kBlockDepth, next_depth = p.depth - next < kBlockDepth ? p.depth - next : kBlockDepth;
     if (next >= p.depth) {
       const int64_t size = size_of(p.c_type);
-      ahead.add(static_cast<const char*>(p.c) + (m0 * p.columns + n0) * size, p.columns * size, rows, columns * size);
-    } else {
+      const char* c_begin =
+          p.c_rows ? static_cast<const char*>(p.c_rows[m0]) : static_cast<const char*>(p.c) + m0 * p.c_stride * size;
+      ahead.add(c_begin + n0 * size, p.c_stride * size, rows, columns * size);
+    } else if (!p.a_rows) {
       const int64_t size = size_of(p.a_type);
       const bool by_rows = p.a_k_stride == 1;
       ahead.add(static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size,

@@ -90,8 +90,8 @@ class DropoutRow {
     row_ = row;
     end_ = 0;
   }
-  // What is kept times the scale, zero for the rest.
-  SK_INLINE Vec<A> apply(Vec<A> v, int64_t column) {
+  // All ones where the element is kept.
+  SK_INLINE IVec<A> kept(int64_t column) {
     if (column >= end_) {
       first_ = column / kBlock * kBlock;
       end_ = first_ + kBlock;
@@ -100,9 +100,10 @@ class DropoutRow {
     typedef uint32_t words_t __attribute__((vector_size(W<A> * sizeof(uint32_t))));
     words_t word;
     __builtin_memcpy(&word, words_ + (column - first_), sizeof(word));
-    const IVec<A> keep = __builtin_convertvector(word >= dropout_->threshold, IVec<A>);
-    return keep ? rounded(v * A(dropout_->scale)) : Vec<A>{};
+    return __builtin_convertvector(word >= dropout_->threshold, IVec<A>);
   }
+  // What is kept times the scale, zero for the rest.
+  SK_INLINE Vec<A> apply(Vec<A> v, int64_t column) { return kept(column) ? rounded(v * A(dropout_->scale)) : Vec<A>{}; }
 
  private:
   static constexpr int64_t kBlock = 4 * W<float>;

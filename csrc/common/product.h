@@ -22,6 +22,7 @@ struct Packing {
   int64_t groups;
   void* packed;
   int64_t packed_depth, packed_begin;  // the source is rows [packed_begin, packed_begin + depth) of the packed B
+  const void* const* rows = nullptr;   // instead of source and k_stride (n_stride is 1): row k of B, null for zeros
 };
 
 // C(m, n) = bias[n] + sum_k A(m, k) B(k, n), or that added to C; with B packed as one group.
@@ -33,9 +34,12 @@ struct Product {
   const void* packed_b;
   const void* bias;  // (columns) in the accumulation type, or null
   Dtype c_type;
-  void* c;  // row-major, contiguous
+  void* c;  // row-major
+  int64_t c_stride;
   bool accumulate;
-  int64_t block_rows;  // rows of C in a work item, at most kBlockRows
+  int64_t block_rows;                   // rows of C in a work item, at most kBlockRows
+  const void* const* a_rows = nullptr;  // instead of a (a_k_stride is 1): row m of A, null for zeros
+  void* const* c_rows = nullptr;        // instead of c: row m of C
 };
 
 }  // namespace seqkern

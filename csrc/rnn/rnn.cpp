@@ -1,63 +1,23 @@
-// Recurrent networks, host side: checks, allocation, division of the work, registration under the CPU key.
+// Recurrent networks, host side: allocation, division of the work, registration under the CPU key.
 #include "rnn.h"
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 
 #include "parallel.h"
-#include "tensor.h"
+#include "rnn_problem.h"
+#include "rnn_team.h"
 
 namespace seqkern {
 namespace {
 
-// Multiply-adds below which a second thread costs more than it saves.
-constexpr double kGrainWork = 1 << 18;
+// Multiply-adds below which a second thread costs more than it saves: in all, and in each turn of a worker that waits
+// for others once a turn.
+constexpr double kGrainWork = 1 << 18, kGrainTurn = 1 << 14;
 constexpr int64_t kGrainElements = 4096;
-
-// ---- checks ---------------------------------------------------------------------------------------------------------
-void check_like(const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type, const char* op,
-                const char* argument) {
-  check_cpu(t, op, argument);
-  check_type(t, type, op, argument);
-  check_dim(t, static_cast<int64_t>(sizes.size()), op, argument);
-  int64_t dim = 0;
-  for (int64_t size : sizes) check_size(t, dim++, size, op, argument);
-}
-
-Tensor as_type(const Tensor& t, ScalarType type) { return t.scalar_type() == type ? t : torch::stable::to(t, type); }
-
-// A contiguous tensor of its own, to be written to.
-Tensor as_type_copy(const Tensor& t, ScalarType type) {
-  return torch::stable::to(t, type, std::nullopt, std::nullopt, std::nullopt, false, /*copy=*/true,
-                           torch::headeronly::MemoryFormat::Contiguous);
-}
-
-// The sizes of a layer, and its inputs as the kernels read them.
-struct Layer {
-  Dtype dtype, acc_dtype;
-  ScalarType type, acc;
-  int64_t steps, batch, inputs, hidden;
-  Tensor input, h0, c0, w_ih, w_hh;  // contiguous; c0 in the accumulation type
-
-  Layer(const Tensor& input_, const Tensor& h0_, const Tensor& c0_, const Tensor& w_ih_, const Tensor& w_hh_,
-        const char* op)
-      : dtype(dtype_of(input_, op, "input")),
-        acc_dtype(dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32),
-        type(input_.scalar_type()),
-        acc(acc_type(dtype)) {
-    check_dim(input_, 3, op, "input");
-    check_dim(h0_, 2, op, "h0");
-    steps = input_.size(0), batch = input_.size(1), inputs = input_.size(2), hidden = h0_.size(1);
-    check_like(h0_, {batch, hidden}, type, op, "h0");
-    check_like(c0_, {batch, hidden}, type, op, "c0");
-    const int64_t gates = checked_product({4, hidden}, op);
-    check_like(w_ih_, {gates, inputs}, type, op, "w_ih");
-    check_like(w_hh_, {gates, hidden}, type, op, "w_hh");
-    checked_product({steps, batch, gates}, op);
-    input = as_contiguous(input_), h0 = as_contiguous(h0_), c0 = as_contiguous(as_type(c0_, acc));
-    w_ih = as_contiguous(w_ih_), w_hh = as_contiguous(w_hh_);
-  }
-};
+// Rows that a worker takes at least before there are workers on the same rows.
+constexpr int64_t kShareRows = 6;
 
 // ---- work -----------------------------------------------------------------------------------------------------------
 // Calls body(item, scratch) for every item, on as many threads as the work is worth. Each thread has its own scratch.
@@ -80,290 +40,608 @@ void for_items(int64_t items, double work, const Tensor& like, int64_t scratch_s
   });
 }
 
-// B(k, n) = source[k * k_stride + n * n_stride] of one or two sources, one below the other.
+// Calls body(begin, end, scratch) for ranges of rows.
+template <class Body>
+void for_ranges(int64_t rows, int64_t columns, const Tensor& like, int64_t scratch_size, ScalarType scratch_type,
+                const Body& body) {
+  const int64_t range = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, columns));
+  for_items((rows + range - 1) / range, 32.0 * static_cast<double>(rows) * static_cast<double>(columns), like,
+            scratch_size, scratch_type,
+            [&](int64_t item, void* scratch) { body(item * range, std::min(rows, (item + 1) * range), scratch); });
+}
+
+// B(k, n) = source[k * k_stride + n * n_stride], or where `rows` lie; several sources one below the other.
 struct Source {
   const void* data;
   int64_t depth, k_stride, n_stride;
+  const void* const* rows = nullptr;
 };
 
-Tensor pack(const Layer& l, std::initializer_list<Source> sources, int64_t columns, int64_t groups) {
+Tensor pack(const RnnProblem& p, std::initializer_list<Source> sources, int64_t columns, int64_t groups = 1,
+            bool of_acc = false) {
   const RnnKernels& kernels = rnn_kernels();
+  const Dtype dtype = of_acc ? p.acc_dtype : p.dtype;
   int64_t depth = 0, begin = 0;
   for (const Source& source : sources) depth += source.depth;
-  Tensor packed = empty(l.input, {kernels.packed_size(l.dtype, depth, columns, groups)}, l.acc);
+  Tensor packed = empty(p.input, {kernels.packed_size(dtype, depth, columns, groups)}, p.acc);
   for (const Source& source : sources) {
-    const Packing packing{l.dtype, source.data, source.k_stride,           source.n_stride, source.depth,
-                          columns, groups,      packed.mutable_data_ptr(), depth,           begin};
-    for_items(kernels.pack_items(packing), static_cast<double>(source.depth) * columns, l.input, 0, l.acc,
+    const Packing packing{dtype,        source.data, source.k_stride, source.n_stride,
+                          source.depth, columns,     groups,          packed.mutable_data_ptr(),
+                          depth,        begin,       source.rows};
+    for_items(kernels.pack_items(packing), static_cast<double>(source.depth) * columns, p.input, 0, p.acc,
               [&](int64_t item, void*) { kernels.pack(packing, item); });
     begin += source.depth;
   }
   return packed;
 }
 
-// C = A B + bias, or C += A B: `rows` and `depth` of A, whose element (m, k) is a[m * row_stride + k * k_stride].
-struct Matrix {
-  const void* data;
-  Dtype dtype;
-  int64_t row_stride, k_stride;
-};
-
-void multiply(const Layer& l, int64_t rows, int64_t columns, int64_t depth, const Matrix& a, const Tensor& packed_b,
-              const std::optional<Tensor>& bias, Dtype c_type, void* c, bool accumulate) {
+// C = A B + bias, or C += A B.
+void multiply(const RnnProblem& p, Product product) {
   const RnnKernels& kernels = rnn_kernels();
   const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
   const int64_t threads = torch::stable::get_num_threads();
-  const auto items = [&](int64_t block_rows) { return blocks(rows, block_rows) * blocks(columns, kBlockColumns); };
+  const auto items = [&](int64_t rows) { return blocks(product.rows, rows) * blocks(product.columns, kBlockColumns); };
   // Smaller blocks where there are few, so that the threads end together.
-  int64_t block_rows = kBlockRows;
-  while (block_rows > kBlockRows / 4 && items(block_rows) < 8 * threads) block_rows /= 2;
-  const Product product{rows,
-                        columns,
-                        depth,
-                        a.dtype,
-                        a.data,
-                        a.row_stride,
-                        a.k_stride,
-                        packed_b.const_data_ptr(),
-                        bias ? bias->const_data_ptr() : nullptr,
-                        c_type,
-                        c,
-                        accumulate,
-                        block_rows};
-  for_items(items(block_rows), static_cast<double>(rows) * columns * depth, l.input, kernels.multiply_scratch(l.dtype),
-            l.acc, [&](int64_t item, void* scratch) { kernels.multiply(product, item, scratch); });
+  product.block_rows = kBlockRows;
+  while (product.block_rows > kBlockRows / 4 && items(product.block_rows) < 8 * threads) product.block_rows /= 2;
+  for_items(items(product.block_rows), static_cast<double>(product.rows) * product.columns * product.depth, p.input,
+            kernels.multiply_scratch(p.dtype), p.acc,
+            [&](int64_t item, void* scratch) { kernels.multiply(product, item, scratch); });
 }
 
-// The rows of the batch are independent sequences: each thread runs its share through the steps.
-template <class Body>
-void for_rows(const Layer& l, int64_t steps, const Body& body) {
-  const double work = static_cast<double>(steps) * l.batch * l.hidden * l.hidden * 4;
-  const int64_t shares = worker_count(l.batch), rows = (l.batch + shares - 1) / shares;
-  for_items(
-      shares, work, l.input, rnn_kernels().lstm_scratch(l.dtype, rows, l.hidden), l.acc,
-      [&](int64_t share, void* scratch) { body(share * l.batch / shares, (share + 1) * l.batch / shares, scratch); });
-}
-
-// ---- LSTM -----------------------------------------------------------------------------------------------------------
 // The sequence is worked through in chunks of steps, each small enough that what one pass over its gates leaves in
 // cache the next pass finds there, and large enough for the products to run at full rate. By the shape alone: the
 // number of threads changes no sum.
 constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 256;
 
-int64_t chunk_steps(const Layer& l) {
-  const int64_t rows = std::max(kChunkRows, kChunkElements / std::max<int64_t>(1, 4 * l.hidden));
-  return std::clamp<int64_t>(rows / std::max<int64_t>(1, l.batch), 1, std::max<int64_t>(1, l.steps));
+int64_t chunk_steps(const RnnProblem& p) {
+  const int64_t rows = std::max(kChunkRows, kChunkElements / std::max<int64_t>(1, p.saved_columns));
+  return std::clamp<int64_t>(rows / std::max<int64_t>(1, p.batch), 1, std::max<int64_t>(1, p.steps));
 }
 
-const char* at(const Tensor& t, int64_t element) {
-  return static_cast<const char*>(t.const_data_ptr()) + element * static_cast<int64_t>(t.element_size());
-}
-char* at(Tensor& t, int64_t element) {
-  return static_cast<char*>(t.mutable_data_ptr()) + element * static_cast<int64_t>(t.element_size());
-}
-
-std::tuple<Tensor, Tensor, Tensor> lstm_fwd(const Tensor& input, const Tensor& h0, const Tensor& c0, const Tensor& w_ih,
-                                            const Tensor& w_hh, const std::optional<Tensor>& b_ih,
-                                            const std::optional<Tensor>& b_hh, bool reverse) {
-  const char* op = "lstm_fwd";
-  const Layer l(input, h0, c0, w_ih, w_hh, op);
-  const int64_t steps = l.steps, batch = l.batch, hidden = l.hidden, gate_columns = 4 * hidden;
-  SK_CHECK(b_ih.has_value() == b_hh.has_value(), op, ": b_ih and b_hh must both be given or both be None");
-  std::optional<Tensor> bias;
-  if (b_ih) {
-    check_like(*b_ih, {gate_columns}, l.type, op, "b_ih");
-    check_like(*b_hh, {gate_columns}, l.type, op, "b_hh");
-    // The stable ABI has a subtraction only; its factor of -1 makes it the sum.
-    bias = as_contiguous(torch::stable::subtract(as_type(*b_ih, l.acc), as_type(*b_hh, l.acc), -1.0));
+// How the threads divide a pass through the steps: every direction has `shares` of the rows, and on each work
+// `members`. By turns of one direction: their multiply-adds and their panels.
+class Loops {
+ public:
+  Loops(const RnnProblem& p, const RnnPass& pass) : p_(p), panels_(pass.panels(p.layer)) {
+    const int64_t threads = torch::stable::get_num_threads();
+    const double turn = static_cast<double>(p.batch) * p.gate_columns * p.width;
+    const bool worth_it = turn * p.steps * p.directions >= kGrainWork;
+    const int64_t workers = !worth_it ? 1 : threads % p.directions == 0 ? threads / p.directions : threads;
+    shares_ = std::clamp<int64_t>(p.wide() ? p.batch : p.batch / kShareRows, 1, workers);
+    if (!p.wide()) {
+      const auto most = static_cast<int64_t>(turn / static_cast<double>(shares_) / kGrainTurn);
+      members_ = std::clamp<int64_t>(std::min(workers / shares_, most), 1, panels_);
+    }
+    parallel_ = worth_it;
+    const int64_t rows = (p.batch + shares_ - 1) / shares_;
+    state_size_ = (pass.state_size(p.layer, rows) + 15) / 16 * 16;
+    scratch_size_ = (pass.scratch_size(p.layer, rows) + 15) / 16 * 16;
+    state_ = empty(p.input, {checked_product({p.directions, shares_, state_size_}, p.op)}, p.acc);
+    scratch_ = empty(p.input, {checked_product({workers_of(items()), scratch_size_}, p.op)}, p.acc);
   }
-  Tensor output = empty(l.input, {steps, batch, hidden}, l.type);
-  Tensor cells = empty(l.input, {steps, batch, hidden}, l.acc);
-  Tensor gates = empty(l.input, {steps, batch, gate_columns}, l.acc);
-  if (output.numel() == 0) return {output, cells, gates};
 
-  const Tensor packed_w_ih = pack(l, {{l.w_ih.const_data_ptr(), l.inputs, 1, l.inputs}}, gate_columns, 1);
-  const Tensor packed_w_hh = pack(l, {{l.w_hh.const_data_ptr(), hidden, 1, hidden}}, gate_columns, 4);
-  Tensor h = as_type_copy(l.h0, l.acc);
-  LstmForward args{l.dtype,
-                   steps,
-                   batch,
-                   hidden,
-                   0,
-                   0,
-                   reverse,
-                   packed_w_hh.const_data_ptr(),
-                   l.c0.const_data_ptr(),
-                   h.mutable_data_ptr(),
-                   gates.mutable_data_ptr(),
-                   cells.mutable_data_ptr(),
-                   output.mutable_data_ptr()};
-  const RnnKernels& kernels = rnn_kernels();
-  const int64_t chunk = chunk_steps(l);
-  for (int64_t begin = 0; begin < steps; begin += chunk) {
-    args.step_begin = begin, args.step_end = std::min(steps, begin + chunk);
-    const int64_t first = (reverse ? steps - args.step_end : begin) * batch, rows = (args.step_end - begin) * batch;
-    multiply(l, rows, gate_columns, l.inputs, {at(l.input, first * l.inputs), l.dtype, l.inputs, 1}, packed_w_ih, bias,
-             l.acc_dtype, at(gates, first * gate_columns), false);
-    for_rows(l, args.step_end - begin, [&](int64_t row_begin, int64_t row_end, void* scratch) {
-      kernels.lstm_forward(args, row_begin, row_end, scratch);
+  // Calls turn(direction, share, turn, panel_begin, panel_end, scratch) for every turn of every share.
+  template <class Turn>
+  void run(int64_t turns, const Turn& turn) {
+    std::vector<Team> teams;
+    for (int64_t i = 0; i < p_.directions * shares_; ++i) teams.emplace_back(members_);
+    const auto work = [&](int64_t item, int64_t worker) {
+      const int64_t team = item / members_, d = team / shares_, k = team % shares_;
+      const RnnShare share{k, shares_, (p_.batch - k + shares_ - 1) / shares_, at(*state_, team * state_size_)};
+      void* scratch = at(*scratch_, worker * scratch_size_);
+      teams[static_cast<size_t>(team)].run(turns, item % members_, [&](int64_t number, int64_t block) {
+        turn(d, share, number, block * panels_ / members_, (block + 1) * panels_ / members_, scratch);
+      });
+    };
+    if (workers_of(items()) == 1) {
+      for (int64_t item = 0; item < items(); ++item) work(item, 0);
+      return;
+    }
+    parallel_workers(items(), [&](WorkQueue& queue, int64_t worker) {
+      for (int64_t item; queue.take(item);) work(item, worker);
     });
   }
-  return {output, cells, gates};
+
+ private:
+  int64_t items() const { return p_.directions * shares_ * members_; }
+  int64_t workers_of(int64_t items) const { return parallel_ ? worker_count(items) : 1; }
+
+  const RnnProblem& p_;
+  const int64_t panels_;
+  int64_t shares_ = 1, members_ = 1, state_size_ = 0, scratch_size_ = 0;
+  bool parallel_ = false;
+  MaybeTensor state_, scratch_;
+};
+
+// Addresses of the rows of a chunk's tokens.
+using Rows = std::vector<const void*>;
+
+Rows input_rows(const RnnProblem& p, int64_t d, int64_t begin, int64_t end) {
+  const int64_t width = p.input.size(2), column = p.has_w_ih ? 0 : d * p.gate_columns;
+  Rows rows;
+  p.for_tokens(d, begin, end,
+               [&](int64_t t, int64_t b, int64_t) { rows.push_back(at(p.input, (t * p.batch + b) * width + column)); });
+  return rows;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_bwd(
-    const Tensor& grad_output, const Tensor& grad_h_n, const Tensor& grad_c_n, const Tensor& input, const Tensor& h0,
-    const Tensor& c0, const Tensor& w_ih, const Tensor& w_hh, const Tensor& output, const Tensor& cells,
-    const Tensor& gates, bool reverse, bool need_input, bool need_weights) {
-  const char* op = "lstm_bwd";
-  const Layer l(input, h0, c0, w_ih, w_hh, op);
-  const int64_t steps = l.steps, batch = l.batch, inputs = l.inputs, hidden = l.hidden, gate_columns = 4 * hidden;
-  check_like(grad_output, {steps, batch, hidden}, l.type, op, "grad_output");
-  check_like(grad_h_n, {batch, hidden}, l.type, op, "grad_h_n");
-  check_like(grad_c_n, {batch, hidden}, l.type, op, "grad_c_n");
-  check_like(output, {steps, batch, hidden}, l.type, op, "output");
-  check_like(cells, {steps, batch, hidden}, l.acc, op, "cells");
-  check_like(gates, {steps, batch, gate_columns}, l.acc, op, "gates");
-  const Tensor dy = as_contiguous(grad_output), y = as_contiguous(output);
-  const Tensor c = as_contiguous(cells), z = as_contiguous(gates);
-
-  // What the chunks add to starts at zero, and is all there is of an empty sequence.
-  const auto zeros = [&](bool needed, std::initializer_list<int64_t> sizes) {
-    return needed ? torch::stable::new_zeros(l.input, {sizes.begin(), sizes.size()}, l.acc)
-                  : empty(l.input, {0}, l.acc);
-  };
-  Tensor grad_h = as_type_copy(grad_h_n, l.acc), grad_c = as_type_copy(grad_c_n, l.acc);
-  Tensor grad_w_ih = zeros(need_weights, {gate_columns, inputs}),
-         grad_w_hh = zeros(need_weights, {gate_columns, hidden});
-  Tensor grad_bias = zeros(need_weights, {gate_columns});
-  Tensor grad_input = need_input ? empty(l.input, {steps, batch, inputs}, l.type) : empty(l.input, {0}, l.type);
-  if (dy.numel() > 0) {
-    const RnnKernels& kernels = rnn_kernels();
-    const int64_t chunk = chunk_steps(l);
-    const Tensor packed_w_hh = pack(l, {{l.w_hh.const_data_ptr(), gate_columns, hidden, 1}}, hidden, 1);
-    const Tensor packed_w_ih =
-        pack(l, {{l.w_ih.const_data_ptr(), need_input ? gate_columns : 0, inputs, 1}}, inputs, 1);
-    Tensor grad_gates = empty(l.input, {chunk, batch, gate_columns}, l.acc);
-    Tensor grad_gates_sum = empty(l.input, {need_weights ? batch : 0, gate_columns}, l.acc);
-    LstmBackward args{l.dtype,
-                      steps,
-                      batch,
-                      hidden,
-                      0,
-                      0,
-                      reverse,
-                      packed_w_hh.const_data_ptr(),
-                      dy.const_data_ptr(),
-                      l.c0.const_data_ptr(),
-                      c.const_data_ptr(),
-                      z.const_data_ptr(),
-                      grad_h.mutable_data_ptr(),
-                      grad_c.mutable_data_ptr(),
-                      grad_gates.mutable_data_ptr(),
-                      need_weights ? grad_gates_sum.mutable_data_ptr() : nullptr};
-    for (int64_t end = steps; end > 0; end -= chunk) {
-      const int64_t begin = std::max<int64_t>(0, end - chunk), count = end - begin, rows = count * batch;
-      args.step_begin = begin, args.step_end = end;
-      for_rows(l, count, [&](int64_t row_begin, int64_t row_end, void* scratch) {
-        kernels.lstm_backward(args, row_begin, row_end, scratch);
-      });
-      const int64_t first_step = reverse ? steps - end : begin, first = first_step * batch;
-      if (need_input) {
-        multiply(l, rows, inputs, gate_columns, {grad_gates.const_data_ptr(), l.acc_dtype, gate_columns, 1},
-                 packed_w_ih, std::nullopt, l.dtype, at(grad_input, first * inputs), false);
-      }
-      if (!need_weights) continue;
-      // dW_ih = sum of grad_gates^T x, dW_hh = sum of grad_gates^T h_{t-1}: the outputs one step before, or h0.
-      const Matrix grad_gates_t{grad_gates.const_data_ptr(), l.acc_dtype, 1, gate_columns};
-      multiply(l, gate_columns, inputs, rows, grad_gates_t,
-               pack(l, {{at(l.input, first * inputs), rows, inputs, 1}}, inputs, 1), std::nullopt, l.acc_dtype,
-               grad_w_ih.mutable_data_ptr(), true);
-      const int64_t from_h0 = begin == 0 ? batch : 0;
-      const Source initial{l.h0.const_data_ptr(), from_h0, hidden, 1};
-      const int64_t previous = reverse ? first + batch : first - batch + from_h0;
-      const Source later{at(y, previous * hidden), rows - from_h0, hidden, 1};
-      multiply(l, gate_columns, hidden, rows, grad_gates_t,
-               reverse ? pack(l, {later, initial}, hidden, 1) : pack(l, {initial, later}, hidden, 1), std::nullopt,
-               l.acc_dtype, grad_w_hh.mutable_data_ptr(), true);
-    }
-    if (need_weights)
-      kernels.sum_rows(l.dtype, batch, gate_columns, grad_gates_sum.const_data_ptr(), grad_bias.mutable_data_ptr());
-  } else if (need_input) {
-    grad_input = torch::stable::new_zeros(l.input, {steps, batch, inputs}, l.type);
+// zx of a chunk's tokens.
+void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const MaybeTensor& packed_w_ih, void* zx,
+                    int64_t stride) {
+  const void* bias = p.bias.empty() ? nullptr : p.bias[static_cast<size_t>(d)].const_data_ptr();
+  const auto count = static_cast<int64_t>(rows.size());
+  if (p.has_w_ih) {
+    multiply(p, {count, p.gate_columns, p.inputs, p.dtype, nullptr, 0, 1, packed_w_ih->const_data_ptr(), bias,
+                 p.acc_dtype, zx, stride, false, 0, rows.data()});
+    return;
   }
-  return {grad_input,
-          as_type(grad_h, l.type),
-          as_type(grad_c, l.type),
-          as_type(grad_w_ih, l.type),
-          as_type(grad_w_hh, l.type),
-          as_type(grad_bias, l.type)};
+  const RnnGather gather{p.dtype, p.gate_columns, rows.data(), nullptr, bias, zx, stride};
+  for_ranges(count, p.gate_columns, p.input, 0, p.acc,
+             [&](int64_t first, int64_t last, void*) { rnn_kernels().gather(gather, first, last); });
 }
 
-// ---- LSTM cell ------------------------------------------------------------------------------------------------------
+// Zeroes the rows of inactive steps in (steps, batch, columns).
+void zero_inactive(const RnnProblem& p, Tensor& t, int64_t first, int64_t columns) {
+  const auto bytes = static_cast<size_t>(columns) * t.element_size();
+  for (int64_t step = 0; step < p.steps; ++step)
+    for (int64_t g = p.active[step]; g < p.batch; ++g)
+      std::memset(at(t, first + (step * p.batch + p.order[g]) * columns), 0, bytes);
+}
+
+Tensor packed_w_ih(const RnnProblem& p, int64_t d) {
+  return pack(p, {{p.w_ih[static_cast<size_t>(d)].const_data_ptr(), p.inputs, 1, p.inputs}}, p.gate_columns);
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
+    const Tensor& input, const Tensor& h0, const MaybeTensor& c0, const Tensors& w_ih, const Tensors& w_hh,
+    const Tensors& b_ih, const Tensors& b_hh, const Tensors& w_hr, const Tensors& peephole, const Tensors& norm,
+    const MaybeTensor& lengths, const MaybeTensor& resets, const MaybeTensor& recurrent_mask, const MaybeTensor& seed,
+    double zoneout_h, double zoneout_c, double eps, int64_t cell, bool reverse, bool keep) {
+  const RnnProblem p({"rnn_fwd", input,     h0,        c0,   w_ih,    w_hh,   b_ih,
+                      b_hh,      w_hr,      peephole,  norm, lengths, resets, recurrent_mask,
+                      seed,      zoneout_h, zoneout_c, eps,  cell,    reverse});
+  const bool lstm = p.cell == Cell::lstm;
+  const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;
+  Tensor output = empty(p.input, {T, B, D * P}, p.type);
+  const Tensor none = empty(p.input, {0}, p.acc);
+  Tensor cells = keep && lstm ? empty(p.input, {D, T, B, H}, p.acc) : none;
+  Tensor gates = keep ? empty(p.input, {D, T, B, p.saved_columns}, p.acc) : none;
+  Tensor products = keep && p.has_norm ? empty(p.input, {D, T, B, p.gate_columns}, p.acc) : none;
+  Tensor h = as_type_copy(p.h0, p.acc), c = lstm ? as_type_copy(*p.c0, p.acc) : none;
+  const auto result = [&] {
+    return std::tuple(output, as_type(h, p.type), lstm ? as_type(c, p.type) : empty(p.input, {0}, p.type), cells, gates,
+                      products);
+  };
+  if (p.empty()) {
+    if (output.numel() > 0) output = zeros(p.input, {T, B, D * P}, p.type);
+    return result();
+  }
+  zero_inactive(p, output, 0, D * P);
+  if (cells.numel() > 0)
+    for (int64_t d = 0; d < D; ++d) zero_inactive(p, cells, d * T * B * H, H);
+
+  const RnnKernels& kernels = rnn_kernels();
+  const int64_t chunk = chunk_steps(p), stride = kernels.row_stride(p.dtype, p.gate_columns);
+  std::vector<MaybeTensor> w_ih_packed;
+  Tensors packed;
+  std::vector<RnnForward> args;
+  const int64_t zx_size = checked_product({chunk, B, stride}, p.op);
+  Tensor zx = empty(p.input, {D, zx_size}, p.acc);
+  const auto part = [](Tensor& t, int64_t element) -> void* { return t.numel() > 0 ? at(t, element) : nullptr; };
+  for (int64_t d = 0; d < D; ++d) {
+    const auto i = static_cast<size_t>(d);
+    w_ih_packed.push_back(p.has_w_ih ? MaybeTensor(packed_w_ih(p, d)) : std::nullopt);
+    RnnDirection direction = p.direction(d);
+    packed.push_back(pack(p, {{p.w_hh[i].const_data_ptr(), P, 1, P}}, p.gate_columns, gate_count(p.cell)));
+    direction.packed_w_hh = packed.back().const_data_ptr();
+    if (p.has_w_hr) {
+      packed.push_back(pack(p, {{p.w_hr[i].const_data_ptr(), H, 1, H}}, P));
+      direction.packed_w_hr = packed.back().const_data_ptr();
+    }
+    args.push_back({&p.layer, direction, 0, 0, at(h, d * B * P), part(c, d * B * H), at(zx, d * zx_size), stride,
+                    at(output, d * P), D * P, part(cells, d * T * B * H), part(gates, d * T * B * p.saved_columns),
+                    part(products, d * T * B * p.gate_columns)});
+  }
+  Loops loops(p, kernels.forward);
+  for (int64_t begin = 0; begin < T; begin += chunk) {
+    const int64_t end = std::min(T, begin + chunk);
+    for (int64_t d = 0; d < D; ++d) {
+      RnnForward& a = args[static_cast<size_t>(d)];
+      a.step_begin = begin, a.step_end = end;
+      input_products(p, d, input_rows(p, d, begin, end), w_ih_packed[static_cast<size_t>(d)], at(zx, d * zx_size),
+                     stride);
+    }
+    loops.run(end - begin + 1,
+              [&](int64_t d, const RnnShare& share, int64_t turn, int64_t first, int64_t last, void* scratch) {
+                kernels.forward_turn(args[static_cast<size_t>(d)], share, turn, first, last, scratch);
+              });
+  }
+  return result();
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+// The gradients, and how a chunk's rows lead to them.
+struct Gradients {
+  const RnnProblem& p;
+  const bool need_input, need_weights;
+  Tensor input, w_ih, w_hh, w_hr;  // in acc; input in dtype where each of its rows is written once
+  std::vector<Tensor> packed_w_ih;
+
+  Gradients(const RnnProblem& p_, bool need_input_, bool need_weights_)
+      : p(p_),
+        need_input(need_input_),
+        need_weights(need_weights_),
+        input(input_tensor()),
+        w_ih(sum(need_weights && p.has_w_ih, p.gate_columns, p.inputs)),
+        w_hh(sum(need_weights, p.gate_columns, p.width)),
+        w_hr(sum(need_weights && p.has_w_hr, p.width, p.hidden)) {
+    if (!need_input || !p.has_w_ih || p.empty()) return;
+    const int64_t H = p.hidden, I = p.inputs;
+    for (const Tensor& w : p.w_ih)
+      packed_w_ih.push_back(p.cell == Cell::gru ? pack(p, {{at(w, 2 * H * I), H, I, 1}, {at(w, 0), 2 * H, I, 1}}, I)
+                                                : pack(p, {{at(w, 0), p.gate_columns, I, 1}}, I));
+  }
+
+  // From the rows of a chunk's tokens: x, h of the step before (in acc where there is a mask), and the gradients by
+  // token in `a`.
+  void add(int64_t d, const Rows& x, const Rows& h, const RnnBackward& a) {
+    const auto tokens = static_cast<int64_t>(x.size());
+    const int64_t stride = a.grad_z_stride, H = p.hidden, P = p.width, I = p.inputs;
+    const int64_t element = p.dtype == Dtype::f64 ? 8 : 4, part = recurrent_part(p.cell);
+    const auto column = [&](const void* base, int64_t first) {
+      return static_cast<const char*>(base) + first * element;
+    };
+    // Adds to rows of the sum the columns of A, transposed, times B.
+    const auto add_product = [&](const void* source, int64_t source_stride, int64_t columns, const Tensor& packed,
+                                 int64_t width, Tensor& sum, int64_t row) {
+      multiply(p, {columns, width, tokens, p.acc_dtype, source, 1, source_stride, packed.const_data_ptr(), nullptr,
+                   p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, true, 0});
+    };
+    if (need_input) add_input(d, x, a);
+    if (!need_weights) return;
+    if (p.has_w_ih) {
+      const Tensor packed = pack(p, {{nullptr, tokens, 0, 1, x.data()}}, I);
+      const void* n = a.grad_z;
+      if (part > 0) add_product(n, stride, H, packed, I, w_ih, 2 * H);
+      add_product(column(a.grad_z, part * H), stride, p.gate_columns - part * H, packed, I, w_ih, 0);
+    }
+    const void* recurrent = p.has_norm ? a.grad_zh : column(a.grad_z, part * H);
+    add_product(recurrent, stride, p.gate_columns, pack(p, {{nullptr, tokens, 0, 1, h.data()}}, P, 1, p.has_mask), P,
+                w_hh, 0);
+    if (p.has_w_hr) add_product(a.grad_h_hat, P, P, pack(p, {{a.h_wide, tokens, H, 1}}, H, 1, true), H, w_hr, 0);
+  }
+
+ private:
+  Tensor sum(bool needed, int64_t rows, int64_t columns) const {
+    return needed ? zeros(p.input, {p.directions, rows, columns}, p.acc) : empty(p.input, {0}, p.acc);
+  }
+  bool both() const { return p.has_w_ih && p.directions == 2; }
+  Tensor input_tensor() const {
+    if (!need_input) return empty(p.input, {0}, p.type);
+    const int64_t columns = p.input.size(2);
+    if (both()) return zeros(p.input, {p.steps, p.batch, columns}, p.acc);
+    return p.has_lengths || p.empty() ? zeros(p.input, {p.steps, p.batch, columns}, p.type)
+                                      : empty(p.input, {p.steps, p.batch, columns}, p.type);
+  }
+  void add_input(int64_t d, const Rows& x, const RnnBackward& a) {
+    const int64_t columns = p.input.size(2), tokens = static_cast<int64_t>(x.size()), H = p.hidden;
+    const auto element = static_cast<int64_t>(p.input.element_size()), own = static_cast<int64_t>(input.element_size());
+    std::vector<void*> rows;
+    for (const void* row : x) {
+      const int64_t offset =
+          (static_cast<const char*>(row) - static_cast<const char*>(p.input.const_data_ptr())) / element;
+      rows.push_back(static_cast<char*>(input.mutable_data_ptr()) + offset * own);
+    }
+    if (p.has_w_ih) {
+      multiply(p, {tokens, columns, p.gate_columns, p.acc_dtype, a.grad_z, a.grad_z_stride, 1,
+                   packed_w_ih[static_cast<size_t>(d)].const_data_ptr(), nullptr, both() ? p.acc_dtype : p.dtype,
+                   nullptr, columns, both(), 0, nullptr, rows.data()});
+      return;
+    }
+    const auto scatter = [&](int64_t from, int64_t count, int64_t to) {
+      const RnnScatter s{
+          p.dtype,         count,       static_cast<const char*>(a.grad_z) + from * (p.dtype == Dtype::f64 ? 8 : 4),
+          a.grad_z_stride, rows.data(), to};
+      for_ranges(tokens, count, p.input, 0, p.acc,
+                 [&](int64_t first, int64_t last, void*) { rnn_kernels().scatter(s, first, last); });
+    };
+    const int64_t part = recurrent_part(p.cell) * H;
+    if (part > 0) scatter(0, H, 2 * H);
+    scatter(part, p.gate_columns - part, 0);
+  }
+};
+
+using TenTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, const MaybeTensor& grad_c_n,
+                   const MaybeTensor& grad_cells, const Tensor& input, const Tensor& h0, const MaybeTensor& c0,
+                   const Tensors& w_ih, const Tensors& w_hh, const Tensors& b_ih, const Tensors& b_hh,
+                   const Tensors& w_hr, const Tensors& peephole, const Tensors& norm, const MaybeTensor& lengths,
+                   const MaybeTensor& resets, const MaybeTensor& recurrent_mask, const MaybeTensor& seed,
+                   double zoneout_h, double zoneout_c, double eps, int64_t cell, bool reverse, const Tensor& output,
+                   const Tensor& cells, const Tensor& gates, const Tensor& products, bool need_input,
+                   bool need_weights) {
+  const RnnProblem p({"rnn_bwd", input,     h0,        c0,   w_ih,    w_hh,   b_ih,
+                      b_hh,      w_hr,      peephole,  norm, lengths, resets, recurrent_mask,
+                      seed,      zoneout_h, zoneout_c, eps,  cell,    reverse});
+  const char* op = p.op;
+  const bool lstm = p.cell == Cell::lstm;
+  const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;
+  const int64_t G = p.gate_columns, R = p.saved_columns;
+  const auto checked = [&](const MaybeTensor& t, std::initializer_list<int64_t> sizes, ScalarType type,
+                           const char* argument) -> MaybeTensor {
+    if (!t) return std::nullopt;
+    check_like(*t, sizes, type, op, argument);
+    return as_contiguous(*t);
+  };
+  SK_CHECK(lstm || (!grad_c_n && !grad_cells), op, ": grad_c_n and grad_cells are for LSTM");
+  const MaybeTensor dy = checked(grad_output, {T, B, D * P}, p.type, "grad_output");
+  const MaybeTensor dcells = checked(grad_cells, {D, T, B, H}, p.acc, "grad_cells");
+  const MaybeTensor dh_n = checked(grad_h_n, {D, B, P}, p.type, "grad_h_n");
+  const MaybeTensor dc_n = checked(grad_c_n, {D, B, H}, p.type, "grad_c_n");
+  const Tensor y = *checked(output, {T, B, D * P}, p.type, "output");
+  const Tensor none = empty(p.input, {0}, p.acc);
+  const Tensor c = lstm ? *checked(cells, {D, T, B, H}, p.acc, "cells") : none;
+  const auto absent = [](const Tensor& t) { return t.dim() == 1 && t.size(0) == 0; };
+  const bool recompute = absent(gates) || (p.has_norm && absent(products));
+  const Tensor z = recompute ? none : *checked(gates, {D, T, B, R}, p.acc, "gates");
+  const Tensor raw = recompute || !p.has_norm ? none : *checked(products, {D, T, B, G}, p.acc, "products");
+
+  Tensor grad_h = dh_n ? as_type_copy(*dh_n, p.acc) : zeros(p.input, {D, B, P}, p.acc);
+  Tensor grad_c = !lstm ? none : dc_n ? as_type_copy(*dc_n, p.acc) : zeros(p.input, {D, B, H}, p.acc);
+  Gradients gradients(p, need_input, need_weights);
+  const int64_t peephole_columns = p.has_peephole ? 3 * H : 0, norms = p.has_norm ? norm_columns(p.cell, H) : 0;
+  const int64_t sum_columns = R + peephole_columns + norms;
+  Tensor totals = zeros(p.input, {need_weights ? D : 0, sum_columns}, p.acc);
+
+  if (!p.empty()) {
+    const RnnKernels& kernels = rnn_kernels();
+    const int64_t chunk = chunk_steps(p), stride = kernels.row_stride(p.dtype, std::max(R, G));
+    const int64_t most = checked_product({chunk, B}, op);
+    const auto buffer = [&](bool needed, int64_t columns) {
+      return empty(p.input, {D, needed ? checked_product({most, columns}, op) : 0}, p.acc);
+    };
+    Tensor grad_z = buffer(true, stride), grad_zh = buffer(p.has_norm, stride);
+    const bool projected = p.has_w_hr && need_weights;
+    Tensor h_wide = buffer(projected, H), grad_h_hat = buffer(projected, P);
+    Tensor chunk_gates = buffer(recompute, R), chunk_products = buffer(recompute, G), zx = buffer(recompute, stride);
+    const bool need_h = need_weights || recompute;
+    Tensor masked_h = buffer(p.has_mask && need_h, P);
+    Tensor sums = zeros(p.input, {need_weights ? D : 0, B, sum_columns}, p.acc);
+    const auto part = [](Tensor& t, int64_t d) -> void* { return t.numel() > 0 ? at(t, d * t.size(1)) : nullptr; };
+    const auto read = [](const MaybeTensor& t, int64_t element) -> const void* {
+      return t && t->numel() > 0 ? at(*t, element) : nullptr;
+    };
+    Tensors packed, w_ih_packed, w_hh_packed;
+    std::vector<RnnBackward> args;
+    for (int64_t d = 0; d < D; ++d) {
+      const auto i = static_cast<size_t>(d);
+      RnnDirection direction = p.direction(d);
+      packed.push_back(pack(p, {{p.w_hh[i].const_data_ptr(), G, P, 1}}, P));
+      direction.packed_w_hh = packed.back().const_data_ptr();
+      if (p.has_w_hr) {
+        packed.push_back(pack(p, {{p.w_hr[i].const_data_ptr(), P, H, 1}}, H));
+        direction.packed_w_hr = packed.back().const_data_ptr();
+      }
+      if (recompute) {
+        if (p.has_w_ih) w_ih_packed.push_back(packed_w_ih(p, d));
+        w_hh_packed.push_back(pack(p, {{p.w_hh[i].const_data_ptr(), P, 1, P}}, G));
+      }
+      args.push_back({&p.layer,
+                      direction,
+                      0,
+                      0,
+                      read(dy, d * P),
+                      read(dcells, d * T * B * H),
+                      at(y, d * P),
+                      D * P,
+                      at(p.h0, d * B * P),
+                      read(p.c0, d * B * H),
+                      read(c, d * T * B * H),
+                      recompute ? part(chunk_gates, d) : read(z, d * T * B * R),
+                      recompute ? part(chunk_products, d) : read(raw, d * T * B * G),
+                      recompute,
+                      at(grad_h, d * B * P),
+                      lstm ? at(grad_c, d * B * H) : nullptr,
+                      part(grad_z, d),
+                      part(grad_zh, d),
+                      part(h_wide, d),
+                      part(grad_h_hat, d),
+                      stride,
+                      need_weights ? at(sums, d * B * sum_columns) : nullptr,
+                      sum_columns});
+    }
+    Loops loops(p, kernels.backward);
+    std::vector<Rows> x(static_cast<size_t>(D)), previous_h(static_cast<size_t>(D));
+    for (int64_t end = T; end > 0; end -= chunk) {
+      const int64_t begin = std::max<int64_t>(0, end - chunk);
+      for (int64_t d = 0; d < D; ++d) {
+        const auto i = static_cast<size_t>(d);
+        args[i].step_begin = begin, args[i].step_end = end;
+        x[i] = input_rows(p, d, begin, end);
+        if (!need_h) continue;
+        // The state before each step: null where it starts from zero.
+        Rows h, previous_c, factors;
+        const uint8_t* resets = p.layer.resets;
+        p.for_tokens(d, begin, end, [&](int64_t t, int64_t b, int64_t g) {
+          const bool later = t + 1 < T && g < p.active[t + 1], backwards = p.is_reverse(d);
+          const bool reset = resets && (backwards ? later && resets[(t + 1) * B + b] : resets[t * B + b]);
+          const int64_t before = !backwards ? t - 1 : later ? t + 1 : -1;
+          h.push_back(reset ? nullptr : before < 0 ? at(p.h0, (d * B + b) * P) : at(y, ((before * B + b) * D + d) * P));
+          if (lstm)
+            previous_c.push_back(reset        ? nullptr
+                                 : before < 0 ? at(*p.c0, (d * B + b) * H)
+                                              : at(c, ((d * T + before) * B + b) * H));
+          if (p.has_mask) factors.push_back(at(*p.mask, (d * B + b) * P));
+        });
+        const auto tokens = static_cast<int64_t>(h.size());
+        if (p.has_mask) {
+          const RnnGather gather{p.dtype, P, h.data(), factors.data(), nullptr, part(masked_h, d), P};
+          for_ranges(tokens, P, p.input, 0, p.acc,
+                     [&](int64_t first, int64_t last, void*) { kernels.gather(gather, first, last); });
+          for (int64_t k = 0; k < tokens; ++k) h[static_cast<size_t>(k)] = at(masked_h, d * masked_h.size(1) + k * P);
+        }
+        if (recompute) {
+          input_products(p, d, x[i], p.has_w_ih ? MaybeTensor(w_ih_packed[i]) : std::nullopt, part(zx, d), stride);
+          multiply(p, {tokens, G, P, p.has_mask ? p.acc_dtype : p.dtype, nullptr, 0, 1, w_hh_packed[i].const_data_ptr(),
+                       nullptr, p.acc_dtype, part(chunk_products, d), G, false, 0, h.data()});
+          const RnnActivate activate{&p.layer,
+                                     args[i].direction,
+                                     part(zx, d),
+                                     stride,
+                                     part(chunk_products, d),
+                                     lstm ? previous_c.data() : nullptr,
+                                     part(chunk_gates, d)};
+          for_ranges(tokens, R, p.input, kernels.activate_scratch(p.layer), p.acc,
+                     [&](int64_t first, int64_t last, void* s) { kernels.activate(activate, first, last, s); });
+        }
+        previous_h[i] = std::move(h);
+      }
+      loops.run(end - begin + 1,
+                [&](int64_t d, const RnnShare& share, int64_t turn, int64_t first, int64_t last, void* scratch) {
+                  kernels.backward_turn(args[static_cast<size_t>(d)], share, turn, first, last, scratch);
+                });
+      for (int64_t d = 0; d < D; ++d) {
+        const auto i = static_cast<size_t>(d);
+        gradients.add(d, x[i], previous_h[i], args[i]);
+      }
+    }
+    for (int64_t d = 0; d < D && need_weights; ++d)
+      kernels.sum_rows(p.dtype, B, sum_columns, at(sums, d * B * sum_columns), at(totals, d * sum_columns));
+  }
+
+  // Columns [first, first + count) of the totals.
+  const auto columns = [&](bool needed, std::initializer_list<std::pair<int64_t, int64_t>> parts) {
+    int64_t width = 0, element = static_cast<int64_t>(totals.element_size());
+    for (const auto& [first, count] : parts) width += count;
+    if (!needed) return empty(p.input, {0}, p.acc);
+    Tensor out = empty(p.input, {D, width}, p.acc);
+    if (out.numel() == 0) return out;
+    char* to = at(out, 0);
+    for (int64_t d = 0; d < D; ++d) {
+      for (const auto& [first, count] : parts) {
+        std::memcpy(to, at(totals, d * sum_columns + first), static_cast<size_t>(count * element));
+        to += count * element;
+      }
+    }
+    return out;
+  };
+  const bool gru = p.cell == Cell::gru;
+  const auto given = [&](bool needed, const Tensor& t) {
+    return needed ? as_type(t, p.type) : empty(p.input, {0}, p.type);
+  };
+  const Tensor b_ih_grad =
+      gru ? columns(need_weights && p.has_w_ih, {{H, 2 * H}, {0, H}}) : columns(need_weights && p.has_w_ih, {{0, G}});
+  const Tensor b_hh_grad = columns(need_weights, {{gru ? H : 0, G}});
+  const Tensor peephole_grad = columns(need_weights && p.has_peephole, {{R, peephole_columns}});
+  const bool peepholes = need_weights && p.has_peephole;
+  return {as_type(gradients.input, p.type),
+          as_type(grad_h, p.type),
+          given(lstm, grad_c),
+          as_type(gradients.w_ih, p.type),
+          as_type(gradients.w_hh, p.type),
+          as_type(b_ih_grad, p.type),
+          as_type(b_hh_grad, p.type),
+          as_type(gradients.w_hr, p.type),
+          given(peepholes, peepholes ? torch::stable::reshape(peephole_grad, {D, 3, H}) : peephole_grad),
+          columns(need_weights && p.has_norm, {{R + peephole_columns, norms}})};
+}
+
+// ---- one step -------------------------------------------------------------------------------------------------------
 template <class Body>
 void for_cells(int64_t batch, int64_t hidden, const Body& body) {
   torch::stable::parallel_for(0, batch, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, hidden)), body);
 }
 
-std::tuple<Tensor, Tensor, Tensor> lstm_cell_fwd(const Tensor& gates, const Tensor& c) {
-  const char* op = "lstm_cell_fwd";
-  const Dtype dtype = dtype_of(gates, op, "gates");
-  const ScalarType type = gates.scalar_type(), acc = acc_type(dtype);
-  check_dim(c, 2, op, "c");
-  const int64_t batch = c.size(0), hidden = c.size(1), gate_columns = checked_product({4, hidden}, op);
-  check_like(gates, {batch, gate_columns}, type, op, "gates");
-  check_like(c, {batch, hidden}, type, op, "c");
-  const Tensor z = as_contiguous(gates), c_prev = as_contiguous(c);
-  Tensor h = empty(z, {batch, hidden}, type), c_new = empty(z, {batch, hidden}, type);
-  Tensor activated = empty(z, {batch, gate_columns}, acc);
-  const LstmCellForward args{dtype,
-                             hidden,
-                             z.const_data_ptr(),
-                             c_prev.const_data_ptr(),
-                             h.mutable_data_ptr(),
-                             c_new.mutable_data_ptr(),
-                             activated.mutable_data_ptr()};
+std::tuple<Tensor, Tensor, Tensor> rnn_cell_fwd(const Tensor& x_gates, const Tensor& h_gates, const Tensor& h,
+                                                const MaybeTensor& c, int64_t cell_number) {
+  const char* op = "rnn_cell_fwd";
+  const Cell cell = cell_of(cell_number, op);
+  const bool lstm = cell == Cell::lstm;
+  const Dtype dtype = dtype_of(h, op, "h");
+  const ScalarType type = h.scalar_type();
+  check_dim(h, 2, op, "h");
+  const int64_t batch = h.size(0), hidden = h.size(1), gates = checked_product({gate_count(cell), hidden}, op);
+  check_like(h, {batch, hidden}, type, op, "h");
+  check_like(x_gates, {batch, gates}, type, op, "x_gates");
+  check_like(h_gates, {batch, gates}, type, op, "h_gates");
+  SK_CHECK(c.has_value() == lstm, op, ": c is for LSTM, which needs it");
+  if (lstm) check_like(*c, {batch, hidden}, type, op, "c");
+  const int64_t saved = checked_product({saved_count(cell), hidden}, op);
+  checked_product({8, batch, saved}, op);
+  const Tensor x = as_contiguous(x_gates), z = as_contiguous(h_gates), h_prev = as_contiguous(h);
+  const Tensor c_prev = lstm ? as_contiguous(*c) : h_prev;
+  Tensor h_new = empty(x, {batch, hidden}, type), c_new = lstm ? empty(x, {batch, hidden}, type) : empty(x, {0}, type);
+  Tensor activated = empty(x, {batch, saved}, acc_type(dtype));
+  const RnnCellForward args{dtype,
+                            cell,
+                            hidden,
+                            x.const_data_ptr(),
+                            z.const_data_ptr(),
+                            h_prev.const_data_ptr(),
+                            c_prev.const_data_ptr(),
+                            h_new.mutable_data_ptr(),
+                            c_new.mutable_data_ptr(),
+                            activated.mutable_data_ptr()};
   const RnnKernels& kernels = rnn_kernels();
-  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.lstm_cell_forward(args, begin, end); });
-  return {h, c_new, activated};
+  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_forward(args, begin, end); });
+  return {h_new, c_new, activated};
 }
 
-std::tuple<Tensor, Tensor> lstm_cell_bwd(const Tensor& grad_h, const Tensor& grad_c, const Tensor& activated,
-                                         const Tensor& c, const Tensor& c_new) {
-  const char* op = "lstm_cell_bwd";
-  const Dtype dtype = dtype_of(c, op, "c");
-  const ScalarType type = c.scalar_type();
-  check_dim(c, 2, op, "c");
-  const int64_t batch = c.size(0), hidden = c.size(1), gate_columns = checked_product({4, hidden}, op);
-  check_cpu(c, op, "c");
+std::tuple<Tensor, Tensor, Tensor, Tensor> rnn_cell_bwd(const Tensor& grad_h, const MaybeTensor& grad_c,
+                                                        const Tensor& h, const MaybeTensor& c, const MaybeTensor& c_new,
+                                                        const Tensor& activated, int64_t cell_number) {
+  const char* op = "rnn_cell_bwd";
+  const Cell cell = cell_of(cell_number, op);
+  const bool lstm = cell == Cell::lstm, gru = cell == Cell::gru;
+  const Dtype dtype = dtype_of(h, op, "h");
+  const ScalarType type = h.scalar_type();
+  check_dim(h, 2, op, "h");
+  const int64_t batch = h.size(0), hidden = h.size(1), gates = checked_product({gate_count(cell), hidden}, op);
+  check_like(h, {batch, hidden}, type, op, "h");
   check_like(grad_h, {batch, hidden}, type, op, "grad_h");
-  check_like(grad_c, {batch, hidden}, type, op, "grad_c");
-  check_like(activated, {batch, gate_columns}, acc_type(dtype), op, "activated");
-  check_like(c_new, {batch, hidden}, type, op, "c_new");
-  const Tensor dh = as_contiguous(grad_h), dc = as_contiguous(grad_c), gates = as_contiguous(activated);
-  const Tensor c_prev = as_contiguous(c), c_next = as_contiguous(c_new);
-  Tensor grad_gates = empty(dh, {batch, gate_columns}, type), grad_c_prev = empty(dh, {batch, hidden}, type);
-  const LstmCellBackward args{dtype,
-                              hidden,
-                              dh.const_data_ptr(),
-                              dc.const_data_ptr(),
-                              gates.const_data_ptr(),
-                              c_prev.const_data_ptr(),
-                              c_next.const_data_ptr(),
-                              grad_gates.mutable_data_ptr(),
-                              grad_c_prev.mutable_data_ptr()};
+  check_like(activated, {batch, checked_product({saved_count(cell), hidden}, op)}, acc_type(dtype), op, "activated");
+  SK_CHECK(c.has_value() == lstm && c_new.has_value() == lstm, op, ": c and c_new are for LSTM, which needs them");
+  SK_CHECK(lstm || !grad_c, op, ": grad_c is for LSTM");
+  const auto checked = [&](const MaybeTensor& t, const char* argument) -> MaybeTensor {
+    if (!t) return std::nullopt;
+    check_like(*t, {batch, hidden}, type, op, argument);
+    return as_contiguous(*t);
+  };
+  const MaybeTensor dc = checked(grad_c, "grad_c"), c_prev = checked(c, "c"), c_next = checked(c_new, "c_new");
+  const Tensor dh = as_contiguous(grad_h), h_prev = as_contiguous(h), saved = as_contiguous(activated);
+  const auto result = [&](bool needed, int64_t columns) {
+    return needed ? empty(h_prev, {batch, columns}, type) : empty(h_prev, {0}, type);
+  };
+  Tensor grad_x = result(true, gates), grad_h_gates = result(gru, gates), grad_h_prev = result(gru, hidden);
+  Tensor grad_c_prev = result(lstm, hidden);
+  const auto read = [](const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; };
+  const RnnCellBackward args{dtype,
+                             cell,
+                             hidden,
+                             dh.const_data_ptr(),
+                             read(dc),
+                             h_prev.const_data_ptr(),
+                             read(c_prev),
+                             read(c_next),
+                             saved.const_data_ptr(),
+                             grad_x.mutable_data_ptr(),
+                             grad_h_gates.mutable_data_ptr(),
+                             grad_h_prev.mutable_data_ptr(),
+                             grad_c_prev.mutable_data_ptr()};
   const RnnKernels& kernels = rnn_kernels();
-  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.lstm_cell_backward(args, begin, end); });
-  return {grad_gates, grad_c_prev};
+  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_backward(args, begin, end); });
+  return {grad_x, grad_h_gates, grad_h_prev, grad_c_prev};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
-  m.impl("lstm_fwd", TORCH_BOX(&lstm_fwd));
-  m.impl("lstm_bwd", TORCH_BOX(&lstm_bwd));
-  m.impl("lstm_cell_fwd", TORCH_BOX(&lstm_cell_fwd));
-  m.impl("lstm_cell_bwd", TORCH_BOX(&lstm_cell_bwd));
+  m.impl("rnn_fwd", TORCH_BOX(&rnn_fwd));
+  m.impl("rnn_bwd", TORCH_BOX(&rnn_bwd));
+  m.impl("rnn_cell_fwd", TORCH_BOX(&rnn_cell_fwd));
+  m.impl("rnn_cell_bwd", TORCH_BOX(&rnn_cell_bwd));
 }
 
 }  // namespace seqkern

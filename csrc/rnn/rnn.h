@@ -1,79 +1,190 @@
 // Arguments and entry points of the recurrent kernels. Torch-free.
+//
+// "dtype" marks memory in the layer's element type, "acc" in its accumulation type; addresses may be null where the
+// comment says so. LSTM's gates lie in the order i, f, g, o, GRU's in the order r, z, n.
 #pragma once
 
 #include <cstdint>
 
 #include "cpu_isa.h"
+#include "dropout.h"
 #include "dtype.h"
 #include "product.h"
 
 namespace seqkern {
 
-// Steps [step_begin, step_end) of one LSTM layer in one direction, counted in the order of the forward pass; `reverse`
-// reads and writes the rows of a sequence from the last to the first. "dtype" marks tensors of that type, "acc" of its
-// accumulation type; all contiguous. Gates lie in torch's order i, f, g, o, each `hidden` wide.
-struct LstmForward {
+enum class Cell : int { lstm = 0, gru = 1, tanh = 2, relu = 3 };
+
+// Gates, each `hidden` wide, and what is saved of a cell: LSTM its gates, GRU r, z, n and q = zh_n, RNN its output. The
+// gradients before activation have as many parts: LSTM and RNN those of the gates, GRU those of zx_n, r, z and zh_n, in
+// this order, so that both sides' are together.
+constexpr int64_t gate_count(Cell cell) { return cell == Cell::lstm ? 4 : cell == Cell::gru ? 3 : 1; }
+constexpr int64_t saved_count(Cell cell) { return cell == Cell::lstm || cell == Cell::gru ? 4 : 1; }
+// Where the gradients of the recurrent side begin, in parts.
+constexpr int64_t recurrent_part(Cell cell) { return cell == Cell::gru ? 1 : 0; }
+// Columns of the norms' weights and biases: those of the products, and LSTM's of c.
+constexpr int64_t norm_columns(Cell cell, int64_t hidden) {
+  return 2 * gate_count(cell) * hidden + (cell == Cell::lstm ? 2 * hidden : 0);
+}
+
+struct Zoneout {
+  bool active = false, training = false;
+  double p[2] = {0, 0};  // of h and of c
+  Dropout mask[2];       // in training
+};
+
+// What the directions of a layer share. The rows of the batch are taken in `order`, the longest first: those that are
+// active at step t are its first active[t] rows. Together they are the tokens: row g of step t is token starts[t] + g.
+struct RnnLayer {
   Dtype dtype;
-  int64_t steps, batch, hidden, step_begin, step_end;
+  Cell cell;
+  int64_t steps, batch, hidden, width;  // width: of h
+  bool norm, project;
+  double eps;
+  Zoneout zoneout;
+  const int64_t* order;   // (batch)
+  const int64_t* active;  // (steps)
+  const int64_t* starts;  // (steps + 1)
+  const uint8_t* resets;  // (steps, batch), or null
+};
+
+struct RnnDirection {
+  int64_t index;
   bool reverse;
-  const void* packed_w_hh;  // B(k, n) = w_hh[n, k], packed in 4 groups
-  const void* c0;           // (batch, hidden) acc
-  void* h;                  // (batch, hidden) acc: h before step_begin on entry, after the last step on return
-  void* gates;              // (steps, batch, 4 hidden) acc: W_ih x + b on entry, the activated gates on return
-  void* cells;              // (steps, batch, hidden) acc
-  void* output;             // (steps, batch, hidden) dtype
+  const void* packed_w_hh;  // forward: W_hh transposed, in groups of gates; backward: W_hh, in one group
+  const void* packed_w_hr;  // forward: W_hr transposed; backward: W_hr; one group; null without a projection
+  const void* b_hn;         // (hidden) acc, GRU's bias inside the reset gate, or null
+  const void* peephole;     // (3, hidden) acc, or null
+  const void* norm;         // one row acc, or null
+  const void* mask;         // (batch, width) acc, the recurrent mask, or null
 };
 
-struct LstmBackward {
-  Dtype dtype;
-  int64_t steps, batch, hidden, step_begin, step_end;
-  bool reverse;
-  const void* packed_w_hh;  // B(k, n) = w_hh[k, n], packed in 1 group
-  const void* grad_output;  // (steps, batch, hidden) dtype
-  const void* c0;           // (batch, hidden) acc
-  const void* cells;        // (steps, batch, hidden) acc
-  const void* gates;        // (steps, batch, 4 hidden) acc, activated
-  void* grad_h;             // (batch, hidden) acc: that of h after the last step on entry, before step_begin on return
-  void* grad_c;             // (batch, hidden) acc: likewise
-  void* grad_gates;         // (step_end - step_begin, batch, 4 hidden) acc, before activation; in the order of the rows
-  void* grad_gates_sum;     // (batch, 4 hidden) acc: the sum over the steps so far, from `steps` down; or null
+// Steps [step_begin, step_end) of one direction, counted in the order of its forward pass. Memory "by token" holds the
+// tokens of these steps only, from the earliest t on.
+struct RnnForward {
+  const RnnLayer* layer;
+  RnnDirection direction;
+  int64_t step_begin, step_end;
+  void* h;         // (batch, width) acc: before step_begin on entry, after the last step on return
+  void* c;         // (batch, hidden) acc: likewise; LSTM only
+  const void* zx;  // by token, rows of zx_stride, acc: W_ih x and all biases but b_hn
+  int64_t zx_stride;
+  void* output;  // (steps, batch, ...) dtype, rows of output_stride
+  int64_t output_stride;
+  void* cells;     // (steps, batch, hidden) acc, or null
+  void* gates;     // (steps, batch, saved) acc, or null
+  void* products;  // (steps, batch, gates) acc, the raw W_hh h, or null
 };
 
-// The cell alone, on gates that are already summed.
-struct LstmCellForward {
+struct RnnBackward {
+  const RnnLayer* layer;
+  RnnDirection direction;
+  int64_t step_begin, step_end;
+  const void* grad_output;  // (steps, batch, ...) dtype, rows of output_stride, or null
+  const void* grad_cells;   // (steps, batch, hidden) acc, or null
+  const void* output;       // (steps, batch, ...) dtype, rows of output_stride
+  int64_t output_stride;
+  const void* h0;     // (batch, width) dtype
+  const void* c0;     // (batch, hidden) acc
+  const void* cells;  // (steps, batch, hidden) acc
+  const void* gates;  // (steps, batch, saved) acc, or by token
+  const void* products;
+  bool by_token;     // whether gates and products are
+  void* grad_h;      // (batch, width) acc: of h after the last step on entry, before step_begin on return
+  void* grad_c;      // (batch, hidden) acc: likewise
+  void* grad_z;      // by token, rows of grad_z_stride, acc: of the gates before activation
+  void* grad_zh;     // by token, rows of grad_z_stride, acc: of the raw products, with norm only
+  void* h_wide;      // by token, rows of hidden, acc: what is projected, and
+  void* grad_h_hat;  // by token, rows of width, acc: the gradient of what it is projected to; or null
+  int64_t grad_z_stride;
+  void* sums;  // (batch, sum_columns) acc, to be added to: sums over the steps of grad_z, then of the gradients of the
+  int64_t sum_columns;  // peepholes, if any, and of the norm, if any; or null
+};
+
+// Gates once more, from the products of all steps.
+struct RnnActivate {
+  const RnnLayer* layer;
+  RnnDirection direction;
+  const void* zx;  // acc, rows of zx_stride
+  int64_t zx_stride;
+  const void* zh;             // acc, (tokens, gates)
+  const void* const* c_prev;  // of each token, acc; null: zeros. LSTM only
+  void* gates;                // acc, (tokens, saved)
+};
+
+// Rows of a share, every stride-th of the order, and memory that all workers on them use.
+struct RnnShare {
+  int64_t first, stride, rows;
+  void* state;
+};
+
+struct RnnCellForward {
   Dtype dtype;
+  Cell cell;
   int64_t hidden;
-  const void* gates;  // (batch, 4 hidden) dtype, before activation
-  const void* c;      // (batch, hidden) dtype
-  void* h;            // (batch, hidden) dtype
-  void* c_new;        // (batch, hidden) dtype
-  void* activated;    // (batch, 4 hidden) acc
+  const void *x_gates, *h_gates;  // (batch, gates) dtype
+  const void *h, *c;              // (batch, hidden) dtype
+  void *h_new, *c_new;            // (batch, hidden) dtype
+  void* activated;                // (batch, saved) acc
 };
 
-struct LstmCellBackward {
+struct RnnCellBackward {
   Dtype dtype;
+  Cell cell;
   int64_t hidden;
-  const void* grad_h;     // (batch, hidden) dtype
-  const void* grad_c;     // (batch, hidden) dtype
-  const void* activated;  // (batch, 4 hidden) acc
-  const void* c;          // (batch, hidden) dtype
-  const void* c_new;      // (batch, hidden) dtype
-  void* grad_gates;       // (batch, 4 hidden) dtype
-  void* grad_c_prev;      // (batch, hidden) dtype
+  const void *grad_h, *grad_c;        // (batch, hidden) dtype; grad_c may be null
+  const void *h, *c, *c_new;          // (batch, hidden) dtype
+  const void* activated;              // (batch, saved) acc
+  void *grad_x_gates, *grad_h_gates;  // (batch, gates) dtype; grad_h_gates: GRU only
+  void *grad_h_prev, *grad_c_prev;    // (batch, hidden) dtype; GRU only, LSTM only
 };
 
-// Scratch is counted in elements of the accumulation type, and belongs to one worker at a time.
+// Rows that lie anywhere to rows of acc: row * factor + bias; and columns of rows of acc to rows that lie anywhere.
+struct RnnGather {
+  Dtype dtype;
+  int64_t columns;
+  const void* const* rows;     // dtype; null: zeros
+  const void* const* factors;  // acc; or null
+  const void* bias;            // (columns) acc, or null
+  void* out;                   // acc
+  int64_t out_stride;
+};
+struct RnnScatter {
+  Dtype dtype;
+  int64_t columns;
+  const void* source;  // acc
+  int64_t source_stride;
+  void* const* rows;  // dtype
+  int64_t column;     // where in them
+};
+
+// Memory is counted in elements of the accumulation type. A pass over steps [begin, end) is cut into turns 0 ... end -
+// begin, and a turn into panels of units: every panel of a turn needs all panels of the turn before, and nothing else.
+// Scratch belongs to one worker at a time.
+struct RnnPass {
+  int64_t (*panels)(const RnnLayer&);
+  int64_t (*state_size)(const RnnLayer&, int64_t rows);
+  int64_t (*scratch_size)(const RnnLayer&, int64_t rows);
+};
+
 struct RnnKernels {
   int64_t (*packed_size)(Dtype dtype, int64_t depth, int64_t columns, int64_t groups);
   int64_t (*pack_items)(const Packing&);
   void (*pack)(const Packing&, int64_t item);
   int64_t (*multiply_scratch)(Dtype dtype);
   void (*multiply)(const Product&, int64_t item, void* scratch);
-  int64_t (*lstm_scratch)(Dtype dtype, int64_t rows, int64_t hidden);  // of either direction of the sequence loop
-  void (*lstm_forward)(const LstmForward&, int64_t row_begin, int64_t row_end, void* scratch);
-  void (*lstm_backward)(const LstmBackward&, int64_t row_begin, int64_t row_end, void* scratch);
-  void (*lstm_cell_forward)(const LstmCellForward&, int64_t row_begin, int64_t row_end);
-  void (*lstm_cell_backward)(const LstmCellBackward&, int64_t row_begin, int64_t row_end);
+  int64_t (*row_stride)(Dtype dtype, int64_t columns);  // for rows of acc that are no power of two apart
+  RnnPass forward, backward;
+  void (*forward_turn)(const RnnForward&, const RnnShare&, int64_t turn, int64_t panel_begin, int64_t panel_end,
+                       void* scratch);
+  void (*backward_turn)(const RnnBackward&, const RnnShare&, int64_t turn, int64_t panel_begin, int64_t panel_end,
+                        void* scratch);
+  int64_t (*activate_scratch)(const RnnLayer&);
+  void (*activate)(const RnnActivate&, int64_t token_begin, int64_t token_end, void* scratch);
+  void (*cell_forward)(const RnnCellForward&, int64_t row_begin, int64_t row_end);
+  void (*cell_backward)(const RnnCellBackward&, int64_t row_begin, int64_t row_end);
+  void (*gather)(const RnnGather&, int64_t row_begin, int64_t row_end);
+  void (*scatter)(const RnnScatter&, int64_t row_begin, int64_t row_end);
   // sum[c] = sum over r, in order, of rows[r, c]; both acc.
   void (*sum_rows)(Dtype dtype, int64_t rows, int64_t columns, const void* source, void* sum);
 };
