@@ -11,7 +11,16 @@ from seqkern.ops.attention import (
 )
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from seqkern.ops.rnn import lstm, lstm_cell
+from seqkern.ops.rnn import (
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn_relu,
+    rnn_relu_cell,
+    rnn_tanh,
+    rnn_tanh_cell,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +31,8 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "explain",
+    "gru",
+    "gru_cell",
     "layer_norm",
     "lstm",
     "lstm_cell",
@@ -30,6 +41,10 @@ __all__ = [
     "reference",
     "release_memory",
     "rms_norm",
+    "rnn_relu",
+    "rnn_relu_cell",
+    "rnn_tanh",
+    "rnn_tanh_cell",
     "scaled_dot_product_attention",
     "use_backend",
 ]

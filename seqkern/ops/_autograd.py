@@ -72,6 +72,13 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
+def readable(t: Tensor) -> bool:
+    """Whether the numbers in it can be looked at now: not while compiling, on a GPU, or inside a transform."""
+    return (
+        not torch.compiler.is_compiling() and t.device.type == "cpu" and type(t) is Tensor and not transforms_active()
+    )
+
+
 @functools.cache
 def _uncompiled() -> Any:
     """Calls a function out of the compiler's sight: frame by frame it fails on tensors that a transform has wrapped."""
@@ -131,9 +138,14 @@ def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents
 
 
 def per_sample(op: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
-    """The batching rule of last resort: a call for every sample, the results stacked along a first dimension."""
+    """The batching rule of last resort: a call for every sample, the results stacked along a first dimension.
 
-    def sample(argument: Any, dim: int | None, index: int) -> Any:
+    An argument may be a list of tensors; then so are its in_dims.
+    """
+
+    def sample(argument: Any, dim: Any, index: int) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [sample(t, d, index) for t, d in zip(argument, dim, strict=True)]
         if not isinstance(argument, Tensor) or dim is None:
             return argument
         if samples == 0:  # the shapes of the results still have to come from a call

@@ -26,10 +26,9 @@ from seqkern.ops._attention_checks import (
     prepare_mask,
     prepare_sinks,
     prepare_slopes,
-    readable,
     shape_of,
 )
-from seqkern.ops._autograd import Cost, transforms_active, wants_gradient
+from seqkern.ops._autograd import Cost, readable, transforms_active, wants_gradient
 
 
 def scaled_dot_product_attention(

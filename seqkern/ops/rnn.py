@@ -1,4 +1,4 @@
-"""Recurrent networks: the functional API, its gradients, fake kernels and batching rules."""
+"""Recurrent networks: the functional API and its cost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqkern import reference
-from seqkern._library import backend_for, kernel
-from seqkern.ops._autograd import FLOATING, Cost, apply, eager, gradients, per_sample, tangents, wants_gradient
+from seqkern._library import backend_for
+from seqkern.ops._autograd import Cost, transforms_active
+from seqkern.ops._rnn_autograd import run, run_cell
+from seqkern.ops._rnn_checks import (
+    CELLS,
+    EPS,
+    GATES,
+    GRU,
+    LSTM,
+    RNN_RELU,
+    RNN_TANH,
+    Sizes,
+    autocast,
+    check_like,
+    check_norms,
+    check_pair,
+    check_peepholes,
+    check_probability,
+    check_state,
+    check_tensor,
+    check_weights,
+    check_zoneout,
+    prepare_lengths,
+    prepare_resets,
+    prepare_seed,
+    prepare_state,
+)
+from seqkern.ops.layer_norm import layer_norm
+from seqkern.reference.dropout import derived_seed, dropout
+
+RECURRENT_DROPOUT, ZONEOUT, DROPOUT = range(3)  # what a layer's seeds decide
 
 
 def lstm(
@@ -19,40 +47,73 @@ def lstm(
     hx: tuple[Tensor, Tensor] | None,
     weights: Sequence[Tensor],
     *,
-    lengths: Tensor | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
     num_layers: int = 1,
     bidirectional: bool = False,
     batch_first: bool = False,
     dropout: float = 0.0,
     training: bool = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """A long short-term memory of one or more layers over whole sequences: `torch.nn.LSTM`'s meaning.
+    norms: Sequence[Tensor] | None = None,
+    peepholes: Sequence[Tensor] | None = None,
+    recurrent_dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0,
+    resets: Tensor | None = None,
+    return_all_c: bool = False,
+    recompute: bool = False,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """A long short-term memory of one or more layers over whole sequences: `torch.nn.LSTM`'s meaning, and more.
 
-    i, f, o = sigmoid(W x_t + U h_{t-1} + b), g = tanh(likewise), c_t = f * c_{t-1} + i * g, h_t = o * tanh(c_t). The
-    state is kept in float32 (float64 for float64) from step to step, whatever the dtype is.
+    i, f, o = sigmoid(W x_t + U h_{t-1} + b), g = tanh(likewise), c_t = f * c_{t-1} + i * g, h_t = o * tanh(c_t), and with
+    a projection W_hr of that. The state is kept in float32 (float64 for float64) from step to step, whatever the dtype
+    is. The equations with every option: seqkern/reference/rnn.py.
 
     Args:
         input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
-        hx: h and c before the first step, each (num_layers * directions, B, H) in the input's dtype; None for zeros.
-        weights: for every layer, and in it for every direction, w_ih (4H, I), w_hh (4H, H) and, unless no layer has
-            any, b_ih (4H,) and b_hh (4H,): a flat list, as `torch.nn.LSTM.parameters()` gives it. Gates in the order
-            i, f, g, o. I is directions * H from the second layer on.
-        lengths: not available yet.
+        hx: h (num_layers * directions, B, P) and c (num_layers * directions, B, H) before the first step, in the input's
+            dtype; None for zeros. P is H, or the width of the projection.
+        weights: for every layer, and in it for every direction, w_ih (4H, I), w_hh (4H, P), then, unless no layer has
+            any, b_ih (4H,) and b_hh (4H,), then, unless no layer has any, w_hr (P, H) with P < H: a flat list, as
+            `torch.nn.LSTM.parameters()` gives it. Gates in the order i, f, g, o. I is directions * P from the second
+            layer on.
+        lengths: (B,), int64 or int32, or a sequence of numbers, in any order: sequence b has only the first lengths[b]
+            steps. Its outputs past them are 0, its final state is that after them (hx for a length of 0), the reverse
+            direction starts at the last of them. What the padding holds, NaN even, is never seen.
         num_layers: layers; each reads the outputs of the one below.
         bidirectional: a second direction, from the last step to the first, beside each; their outputs are concatenated.
         batch_first: whether the batch is the first dimension of input and output. That of hx is always its second.
         dropout: the probability with which an output of any layer but the last is dropped, when `training`.
+        training: whether dropout, recurrent_dropout and zoneout are at work. All else is the same, gradients too.
+        norms: layer norms (eps 1e-5) of W x, of U h and of c on its way to h: for every layer and direction the weight
+            and bias of each, (4H,), (4H,), (4H,), (4H,), (H,), (H,), in any floating dtype; biases are added after.
+        peepholes: for every layer and direction (3, H), in the input's dtype: how i, f and o see the cell, o the new one.
+        recurrent_dropout: the probability with which an element of h is dropped on its way into U h, when `training`,
+            the same elements at all steps of a sequence.
+        zoneout: the probability with which an element of h, and of c, keeps its value of the step before, when
+            `training`; otherwise, the mean of that. One number, or a pair: of h, of c.
+        resets: (T, B) bool, or (B, T) with batch_first: where True, the state is zero before step t, and for the reverse
+            direction after it: no direction sees across the border between t - 1 and t.
+        return_all_c: also return the cell states of the last layer at all steps.
+        recompute: saves less for backward: gates are found again there, by one product over all steps.
+        seed: one int64 number that decides every mask; None draws one from the device's generator
+            (torch.manual_seed) where there is a mask to decide. With it, dropout between the layers is decided by it
+            too, otherwise by torch's generator as torch.nn.LSTM's. Masks: seqkern/reference/dropout.py.
 
     Returns:
-        The outputs of the last layer, (T, B, directions * H) or batch first, and (h_n, c_n): the state after each
-        layer's and direction's last step, shaped as hx. Under autocast the inputs are cast first, as torch's op does.
+        The outputs of the last layer, (T, B, directions * P) or batch first, and (h_n, c_n): the state after each
+        layer's and direction's last step, shaped as hx. With return_all_c also the cell states, (T, B, directions * H)
+        or batch first. Under autocast the inputs are cast first, as torch's op does.
 
     Raises:
-        TypeError: an argument that is not a tensor, or dtypes that are not floating point or differ.
-        ValueError: shapes or a number of weights that do not fit, or tensors on different devices.
-        NotImplementedError: lengths; or the backend in force does not run on the input's device.
+        TypeError: an argument that is not a tensor or number where it must be one, or dtypes that are not floating
+            point (of lengths: whole numbers, of resets: bool) or differ.
+        ValueError: shapes or numbers of tensors that do not fit, tensors on different devices, or a number out of its
+            range (of lengths where they can be read at once: on the CPU, not compiled, not inside a transform).
+        NotImplementedError: the backend in force does not run on the input's device.
 
-    Source: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997; the forget gate: Gers et al. 2000.
+    Source: Hochreiter and Schmidhuber 1997; the forget gate: Gers et al. 2000; peepholes: Gers and Schmidhuber 2000;
+    projection: Sak et al. 2014; norms: Ba et al. 2016; recurrent dropout: Gal and Ghahramani 2016; zoneout: Krueger et
+    al. 2017.
 
     Example:
         >>> import torch, seqkern
@@ -61,44 +122,289 @@ def lstm(
         >>> output, (h_n, c_n) = seqkern.lstm(x, None, list(theirs.parameters()))
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
+        >>> output, (h_n, c_n) = seqkern.lstm(x, None, list(theirs.parameters()), lengths=[4, 10, 1])
+        >>> output[4:, 0].abs().max().item()
+        0.0
     """
-    op = "lstm"
-    if lengths is not None:
-        raise NotImplementedError(f"{op}: lengths is not available yet; use torch.nn.LSTM on a packed sequence")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"{op}: dropout must be a probability, between 0 and 1, got {dropout}")
+    output, h_n, c_n, cells = _network(
+        "lstm", LSTM, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        peepholes, recurrent_dropout, zoneout, resets, return_all_c, recompute, seed,
+    )  # fmt: skip
+    return (output, (h_n, c_n), cells) if return_all_c else (output, (h_n, c_n))
+
+
+def gru(
+    input: Tensor,
+    hx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    num_layers: int = 1,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+    training: bool = False,
+    norms: Sequence[Tensor] | None = None,
+    recurrent_dropout: float = 0.0,
+    zoneout: float = 0.0,
+    resets: Tensor | None = None,
+    recompute: bool = False,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated recurrent units in one or more layers over whole sequences: `torch.nn.GRU`'s meaning, and more.
+
+    r, z = sigmoid(W x_t + U h_{t-1} + b), n = tanh(W_n x_t + b_n + r * (U_n h_{t-1} + b'_n)),
+    h_t = (1 - z) * n + z * h_{t-1}. As in torch and cuDNN, the reset gate r stands after the recurrent product; Cho et
+    al. and most textbooks have it before, U_n (r * h), which is another function: `seqkern.reference.gru_cell` has both.
+
+    Args:
+        input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
+        hx: h before the first step, (num_layers * directions, B, H) in the input's dtype; None for zeros.
+        weights: for every layer, and in it for every direction, w_ih (3H, I), w_hh (3H, H) and, unless no layer has
+            any, b_ih (3H,) and b_hh (3H,): a flat list, as `torch.nn.GRU.parameters()` gives it. Gates in the order
+            r, z, n. I is directions * H from the second layer on.
+        norms: layer norms (eps 1e-5) of W x and of U h: for every layer and direction the weight and bias of each, four
+            tensors (3H,) in any floating dtype; biases are added after.
+        recurrent_dropout: as `lstm`; it is the h of the recurrent product that is dropped, not that of z * h.
+        zoneout: as `lstm`, one probability.
+        lengths, num_layers, bidirectional, batch_first, dropout, training, resets, recompute, seed: as `lstm`.
+
+    Returns:
+        The outputs of the last layer, (T, B, directions * H) or batch first, and h_n: the state after each layer's and
+        direction's last step, shaped as hx. Under autocast the inputs are cast first.
+
+    Raises:
+        As `lstm`.
+
+    Source: Cho et al. 2014, with the reset gate where Chung et al.'s and cuDNN's implementations have it; options: as
+    `lstm`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> theirs = torch.nn.GRU(5, 8, num_layers=2)
+        >>> x = torch.randn(10, 3, 5)
+        >>> output, h_n = seqkern.gru(x, None, list(theirs.parameters()), num_layers=2)
+        >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
+        True
+    """
+    output, h_n, _, _ = _network(
+        "gru", GRU, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        None, recurrent_dropout, zoneout, resets, False, recompute, seed,
+    )  # fmt: skip
+    return output, h_n
+
+
+def rnn_tanh(
+    input: Tensor,
+    hx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    num_layers: int = 1,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+    training: bool = False,
+    norms: Sequence[Tensor] | None = None,
+    recurrent_dropout: float = 0.0,
+    zoneout: float = 0.0,
+    resets: Tensor | None = None,
+    recompute: bool = False,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A simple recurrent network of one or more layers over whole sequences: `torch.nn.RNN`'s meaning, and more.
+
+    h_t = tanh(W x_t + b + U h_{t-1} + b').
+
+    Args:
+        input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
+        hx: h before the first step, (num_layers * directions, B, H) in the input's dtype; None for zeros.
+        weights: as `gru`, w_ih (H, I), w_hh (H, H), b_ih (H,) and b_hh (H,).
+        lengths, num_layers, bidirectional, batch_first, dropout, training, norms, recurrent_dropout, zoneout, resets,
+            recompute, seed: as `gru`.
+
+    Returns:
+        As `gru`.
+
+    Raises:
+        As `lstm`.
+
+    Source: Elman, "Finding structure in time", 1990; options: as `lstm`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> theirs = torch.nn.RNN(5, 8)
+        >>> x = torch.randn(10, 3, 5)
+        >>> output, h_n = seqkern.rnn_tanh(x, None, list(theirs.parameters()))
+        >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
+        True
+    """
+    output, h_n, _, _ = _network(
+        "rnn_tanh", RNN_TANH, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training,
+        norms, None, recurrent_dropout, zoneout, resets, False, recompute, seed,
+    )  # fmt: skip
+    return output, h_n
+
+
+def rnn_relu(
+    input: Tensor,
+    hx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    num_layers: int = 1,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+    training: bool = False,
+    norms: Sequence[Tensor] | None = None,
+    recurrent_dropout: float = 0.0,
+    zoneout: float = 0.0,
+    resets: Tensor | None = None,
+    recompute: bool = False,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rnn_tanh` with max(0, .) in the place of tanh: `torch.nn.RNN(nonlinearity="relu")`'s meaning, and more.
+
+    Args:
+        As `rnn_tanh`.
+
+    Returns:
+        As `gru`.
+
+    Raises:
+        As `lstm`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> theirs = torch.nn.RNN(5, 8, nonlinearity="relu")
+        >>> x = torch.randn(10, 3, 5)
+        >>> output, h_n = seqkern.rnn_relu(x, None, list(theirs.parameters()))
+        >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
+        True
+    """
+    output, h_n, _, _ = _network(
+        "rnn_relu", RNN_RELU, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training,
+        norms, None, recurrent_dropout, zoneout, resets, False, recompute, seed,
+    )  # fmt: skip
+    return output, h_n
+
+
+def _network(
+    op: str,
+    cell: int,
+    input: Tensor,
+    hx: Any,
+    weights: Sequence[Tensor],
+    lengths: Any,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    dropout_p: float,
+    training: bool,
+    norms: Any,
+    peepholes: Any,
+    recurrent_dropout: float,
+    zoneout: Any,
+    resets: Any,
+    return_all_c: bool,
+    recompute: bool,
+    seed: Any,
+) -> tuple[Tensor, ...]:
+    """output, h_n, c_n and all c of the last layer; the last two are h_n again where there is no c."""
+    dropout_p = (
+        check_probability(op, "dropout", dropout_p) if training else 0 * check_probability(op, "dropout", dropout_p)
+    )
+    mask_p = check_probability(op, "recurrent_dropout", recurrent_dropout) if training else 0.0
+    zoneouts = check_zoneout(op, zoneout, cell)
     if num_layers < 1:
         raise ValueError(f"{op}: num_layers must be at least 1, got {num_layers}")
-    directions = 2 if bidirectional else 1
-    _check_tensor(op, "input", input, 3)
-    per_cell = _check_weights(op, input, weights, num_layers, directions)
-    hidden, batch = weights[1].shape[1], input.shape[0 if batch_first else 1]
-    expected = (num_layers * directions, batch, hidden)
-    if hx is None:
-        zeros = input.new_zeros(expected)
-        hx = (zeros, zeros)
-    else:
-        hx = check_pair(op, hx)
-        for name, state in zip(("hx[0]", "hx[1]"), hx, strict=True):
-            _check_like(op, name, state, input, expected)
-    input, h0, c0, *weights = _autocast(input, *hx, *weights)
+    check_tensor(op, "input", input, 3)
+    batch, steps = input.shape[:2] if batch_first else reversed(input.shape[:2])
+    sizes = check_weights(op, cell, input, weights, num_layers, bidirectional)
+    hx = prepare_state(op, hx, input, batch, sizes)
+    norm_lists = None if norms is None else check_norms(op, norms, input, sizes)
+    peepholes = None if peepholes is None else check_peepholes(op, peepholes, input, sizes)
+    lengths = None if lengths is None else prepare_lengths(op, lengths, input, steps, batch)
+    resets = None if resets is None else prepare_resets(op, resets, input, steps, batch, batch_first)
+    own_seed = seed is not None
+    seed = prepare_seed(op, seed, input)
+    if training and not own_seed and (mask_p or any(zoneouts)):
+        seed = torch.randint(-(2**63), 2**63 - 1, (), device=input.device)
+    input, h0, c0, *weights = autocast(input, *hx, *weights)
+    peepholes = None if peepholes is None else [t.to(input.dtype) for t in peepholes]
 
-    layer_input = input.transpose(0, 1) if batch_first else input
-    h_n, c_n = [], []
+    directions, backend = sizes.directions, backend_for(op, input)
+    x = input.transpose(0, 1) if batch_first else input
+    if lengths is not None:  # what stands past the end is not to be multiplied, by a zero gradient even
+        x = torch.where((torch.arange(steps, device=x.device)[:, None] < lengths)[..., None], x, 0)
+    per_cell = len(sizes.names)
+    states, cells = [], x
     for layer in range(num_layers):
-        outputs = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            parameters = weights[index * per_cell : (index + 1) * per_cell]
-            output, h, c = _layer(layer_input, h0[index], c0[index], parameters, direction == 1)
-            outputs.append(output)
-            h_n.append(h)
-            c_n.append(c)
-        layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and training and layer < num_layers - 1:
-            layer_input = F.dropout(layer_input, dropout)
-    output = layer_input.transpose(0, 1) if batch_first else layer_input
-    return output, (torch.stack(h_n), torch.stack(c_n))
+        first, end = layer * directions, (layer + 1) * directions
+        lists = _lists(sizes, weights[first * per_cell : end * per_cell])
+        if peepholes is not None:
+            lists["peephole"] = peepholes[first:end]
+        source = x
+        if norm_lists is not None:
+            source = _normed(x, lists, norm_lists[first:end], sizes)
+        mask = _mask(mask_p, seed, layer, h0[first:end])
+        zoneout_seed = derived_seed(seed, 3 * layer + ZONEOUT) if training and any(zoneouts) else None
+        tensors = (source, h0[first:end], None if c0 is None else c0[first:end], lengths, resets, mask, zoneout_seed)
+        x, *state = run(
+            backend, tensors, (*zoneouts, EPS, cell), list(lists.values()), recompute,
+            return_all_c and layer == num_layers - 1,
+        )  # fmt: skip
+        if cell == LSTM:
+            cells = state.pop()
+        states.append(state)
+        if dropout_p and layer < num_layers - 1:
+            x = _dropout(x, dropout_p, derived_seed(seed, 3 * layer + DROPOUT) if own_seed else None)
+    state_n = [layers[0] if num_layers == 1 else torch.cat(layers) for layers in zip(*states, strict=True)]
+    if return_all_c:
+        cells = cells.permute(1, 2, 0, 3).flatten(2).to(x.dtype)
+    if batch_first:
+        x, cells = x.transpose(0, 1), cells.transpose(0, 1)
+    return x, state_n[0], state_n[-1], cells
+
+
+def _lists(sizes: Sizes, weights: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """The seven lists of a layer, in the kernels' order."""
+    names = sizes.names
+    return {
+        name: list(weights[names.index(name) :: len(names)]) if name in names else []
+        for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "peephole", "norm")
+    }
+
+
+def _normed(x: Tensor, lists: dict[str, list[Tensor]], norms: list[list[Tensor]], sizes: Sizes) -> Tensor:
+    """N(W x) + b of every direction, side by side; the lists lose what is done with, and get the other norms."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sides = []
+    for d, (weight, bias, *others) in enumerate(norms):
+        side = layer_norm(F.linear(x, lists["w_ih"][d]), (sizes.gates,), weight, bias, EPS)
+        sides.append(side + lists["b_ih"][d] if sizes.bias else side)
+        lists["norm"].append(torch.cat([t.to(wide) for t in others]))
+    lists["w_ih"] = lists["b_ih"] = []
+    return sides[0] if len(sides) == 1 else torch.cat(sides, -1)
+
+
+def _mask(p: float, seed: Tensor | None, layer: int, h0: Tensor) -> Tensor | None:
+    """The factors of h in the recurrent product, (D, B, P)."""
+    if not p:
+        return None
+    assert seed is not None
+    rows, wide = h0.shape[0] * h0.shape[1], torch.promote_types(h0.dtype, torch.float32)
+    ones = torch.ones((rows, h0.shape[2]), dtype=wide, device=h0.device)
+    return dropout(ones, derived_seed(seed, 3 * layer + RECURRENT_DROPOUT), p).view(h0.shape)
+
+
+def _dropout(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """Between the layers: torch's, or decided by the seed."""
+    return F.dropout(x, p) if seed is None else dropout(x.flatten(0, 1), seed, p).view_as(x)
+
+
+# ---- cells --------------------------------------------------------------------------------------------------------
 
 
 def lstm_cell(
@@ -135,25 +441,126 @@ def lstm_cell(
         >>> h.shape
         torch.Size([3, 8])
     """
-    op = "lstm_cell"
-    _check_tensor(op, "input", input, 2)
-    h, c = check_pair(op, hx)
-    _check_tensor(op, "w_hh", w_hh, 2)
+    return _cell("lstm_cell", LSTM, input, hx, w_ih, w_hh, b_ih, b_hh)
+
+
+def gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """One step of a gated recurrent unit, as `torch.nn.GRUCell` takes it: two products, then one fused kernel.
+
+    The reset gate stands after the recurrent product, as in torch: see `gru`.
+
+    Args:
+        input: (B, I); float64, float32, bfloat16 or float16.
+        hx: h before the step, (B, H), in the input's dtype.
+        w_ih: (3H, I), gates in the order r, z, n.
+        w_hh: (3H, H).
+        b_ih, b_hh: (3H,) or None.
+
+    Returns:
+        h after the step, (B, H). Under autocast the products are cast, as torch's are.
+
+    Raises:
+        As `lstm_cell`.
+
+    Source: Cho et al. 2014.
+
+    Example:
+        >>> import torch, seqkern
+        >>> cell = torch.nn.GRUCell(5, 8)
+        >>> seqkern.gru_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
+        torch.Size([3, 8])
+    """
+    return _cell("gru_cell", GRU, input, hx, w_ih, w_hh, b_ih, b_hh)
+
+
+def rnn_tanh_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """One step of a simple recurrent network, tanh(W x + b + U h + b'), as `torch.nn.RNNCell` takes it.
+
+    Args:
+        input: (B, I); float64, float32, bfloat16 or float16.
+        hx: h before the step, (B, H), in the input's dtype.
+        w_ih: (H, I). w_hh: (H, H). b_ih, b_hh: (H,) or None.
+
+    Returns:
+        h after the step, (B, H). Under autocast in its dtype, as torch's.
+
+    Raises:
+        As `lstm_cell`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> cell = torch.nn.RNNCell(5, 8)
+        >>> seqkern.rnn_tanh_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
+        torch.Size([3, 8])
+    """
+    return _cell("rnn_tanh_cell", RNN_TANH, input, hx, w_ih, w_hh, b_ih, b_hh)
+
+
+def rnn_relu_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """`rnn_tanh_cell` with max(0, .) in the place of tanh, as `torch.nn.RNNCell(nonlinearity="relu")` takes it.
+
+    Args:
+        As `rnn_tanh_cell`.
+
+    Returns:
+        As `rnn_tanh_cell`.
+
+    Raises:
+        As `lstm_cell`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> cell = torch.nn.RNNCell(5, 8)
+        >>> seqkern.rnn_relu_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).min().item() >= 0
+        True
+    """
+    return _cell("rnn_relu_cell", RNN_RELU, input, hx, w_ih, w_hh, b_ih, b_hh)
+
+
+def _cell(
+    op: str, cell: int, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+) -> Any:
+    check_tensor(op, "input", input, 2)
+    h, c = check_pair(op, hx) if cell == LSTM else (check_state(op, hx), None)
+    check_tensor(op, "w_hh", w_hh, 2)
     batch, inputs, hidden = input.shape[0], input.shape[1], w_hh.shape[1]
-    _check_like(op, "hx[0]", h, input, (batch, hidden))
-    _check_like(op, "hx[1]", c, input, (batch, hidden))
-    _check_like(op, "w_ih", w_ih, input, (4 * hidden, inputs))
-    _check_like(op, "w_hh", w_hh, input, (4 * hidden, hidden))
+    gates = GATES[cell] * hidden
+    check_like(op, "hx" if c is None else "hx[0]", h, input, (batch, hidden))
+    if c is not None:
+        check_like(op, "hx[1]", c, input, (batch, hidden))
+    check_like(op, "w_ih", w_ih, input, (gates, inputs))
+    check_like(op, "w_hh", w_hh, input, (gates, hidden))
     for name, bias in (("b_ih", b_ih), ("b_hh", b_hh)):
         if bias is not None:
-            _check_like(op, name, bias, input, (4 * hidden,))
-    gates = F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
-    wide = torch.promote_types(gates.dtype, c.dtype)  # they differ under autocast only
-    gates, c = gates.to(wide), c.to(wide)
-    if backend_for(op, gates) == "reference":
-        return reference.lstm_cell(gates, c)
-    h_new, c_new, _ = apply(_LstmCell, _LstmCellEager, wants_gradient(gates, c), gates, c)
-    return h_new, c_new
+            check_like(op, name, bias, input, (gates,))
+    transforms_active()  # refuses before the compiler looks at a tensor
+    x_gates, h_gates = F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh)
+    # Under autocast the products are narrower than a state that is added to them.
+    wide = torch.promote_types(x_gates.dtype, h.dtype) if cell in (LSTM, GRU) else x_gates.dtype
+    tensors = [None if t is None else t.to(wide) for t in (x_gates, h_gates, h, c)]
+    h_new, c_new = run_cell(backend_for(op, input), *tensors, cell)  # type: ignore[arg-type]
+    return (h_new, c_new) if cell == LSTM else h_new
 
 
 def cost(
@@ -163,396 +570,24 @@ def cost(
     hidden: int,
     dtype: torch.dtype,
     *,
+    cell: str = "lstm",
     training: bool = False,
     backward: bool = False,
+    recompute: bool = False,
 ) -> Cost:
     """Work of one layer in one direction, in its products; `backward` counts the backward pass alone.
 
-    `training` counts the gates and cells that the forward pass keeps, in the accumulation type.
+    `cell` is "lstm", "gru", "rnn_tanh" or "rnn_relu". `training` counts what the forward pass keeps, in the
+    accumulation type; with `recompute` that is c alone, and the backward pass has the products of the forward again.
     """
-    rows, size = steps * batch, dtype.itemsize
-    flops = 2 * rows * 4 * hidden * (inputs + hidden)
-    parameters = 4 * hidden * (inputs + hidden + 2)
-    kept = rows * 5 * hidden * (8 if dtype == torch.float64 else 4)
+    kind = CELLS[cell]
+    rows, size, gates = steps * batch, dtype.itemsize, GATES[kind] * hidden
+    flops = 2 * rows * gates * (inputs + hidden)
+    parameters = gates * (inputs + hidden + 2)
+    per_row = (0 if recompute else (4, 4, 1, 1)[kind]) + (kind == LSTM)
+    kept = rows * per_row * hidden * (8 if dtype == torch.float64 else 4)
     if backward:  # reads x, y, dy, the weights and what was kept; writes dx and the weights' gradients
-        return Cost(flops=2 * flops, bytes=size * (2 * rows * (inputs + hidden) + 2 * parameters) + kept)
+        return Cost(
+            flops=(3 if recompute else 2) * flops, bytes=size * (2 * rows * (inputs + hidden) + 2 * parameters) + kept
+        )
     return Cost(flops=flops, bytes=size * (rows * (inputs + hidden) + parameters) + (kept if training else 0))
-
-
-# ---- checks -------------------------------------------------------------------------------------------------------
-
-
-def _check_tensor(op: str, name: str, t: Tensor, dim: int) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if t.dtype not in FLOATING:
-        raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
-    if t.dim() != dim:
-        raise ValueError(f"{op}: {name} must have {dim} dimensions, got shape {tuple(t.shape)}")
-
-
-def _check_like(op: str, name: str, t: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
-    _check_tensor(op, name, t, len(shape))
-    if t.shape != shape:
-        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
-    exempt = _autocasts(input) and torch.float64 not in (t.dtype, input.dtype)  # autocast leaves float64 alone
-    if t.dtype != input.dtype and not exempt:
-        raise TypeError(f"{op}: {name} must have the input's dtype {input.dtype}, got {t.dtype}")
-    if t.device != input.device:
-        raise ValueError(f"{op}: {name} must be on the input's device {input.device}, got {t.device}")
-
-
-def check_pair(op: str, hx: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """hx as a pair of tensors, or TypeError."""
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        got = f"{len(hx)} of them" if isinstance(hx, (tuple, list)) else type(hx).__name__
-        raise TypeError(f"{op}: hx must be a pair of tensors (h, c), got {got}")
-    for i, state in enumerate(hx):
-        if not isinstance(state, Tensor):
-            raise TypeError(f"{op}: hx[{i}] must be a tensor, got {type(state).__name__}")
-    return hx[0], hx[1]
-
-
-def _check_weights(op: str, input: Tensor, weights: Sequence[Tensor], num_layers: int, directions: int) -> int:
-    """The number of tensors that a layer has in one direction: 2, or 4 with biases."""
-    cells = num_layers * directions
-    if len(weights) not in (2 * cells, 4 * cells):
-        raise ValueError(
-            f"{op}: weights must hold {4 * cells} tensors, or {2 * cells} without biases, for {num_layers} layers in "
-            f"{directions} directions, got {len(weights)}"
-        )
-    per_cell = len(weights) // cells
-    _check_tensor(op, "weights[1]", weights[1], 2)
-    hidden = weights[1].shape[1]
-    for index, t in enumerate(weights):
-        cell, kind = divmod(index, per_cell)
-        inputs = input.shape[2] if cell < directions else directions * hidden
-        shape = ((4 * hidden, inputs), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,))[kind]
-        _check_like(op, f"weights[{index}] ({('w_ih', 'w_hh', 'b_ih', 'b_hh')[kind]})", t, input, shape)
-    return per_cell
-
-
-def _autocasts(input: Tensor) -> bool:
-    device = input.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    if not _autocasts(tensors[0]):
-        return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-# ---- autograd: a layer --------------------------------------------------------------------------------------------
-
-
-def _layer(
-    input: Tensor, h0: Tensor, c0: Tensor, parameters: Sequence[Tensor], reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    w_ih, w_hh, b_ih, b_hh = parameters if len(parameters) == 4 else (*parameters, None, None)
-    arguments: Any = (input, h0, c0, w_ih, w_hh, b_ih, b_hh, reverse)
-    if backend_for("lstm", input) == "reference":
-        return reference.lstm(*arguments)
-    differentiable = wants_gradient(input, h0, c0, *parameters)
-    output, h_n, c_n, _, _ = apply(_Lstm, _LstmEager, differentiable, *arguments)
-    return output, h_n, c_n
-
-
-class _Lstm(torch.autograd.Function):
-    """input (T, B, I), h0, c0, weights -> output, h_n, c_n, cells, gates. Backward is a Function again."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None,
-        b_hh: Tensor | None,
-        reverse: bool,
-    ) -> Any:
-        output, cells, gates = kernel("lstm_fwd", input)(input, h0, c0, w_ih, w_hh, b_ih, b_hh, reverse)
-        if input.shape[0] == 0:
-            return output, h0.clone(), c0.clone(), cells, gates
-        last = 0 if reverse else -1
-        return output, output[last].clone(), cells[last].to(input.dtype, copy=True), cells, gates
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.reverse = inputs
-        outputs, _, _, cells, gates = output
-        ctx.mark_non_differentiable(cells, gates)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, outputs, cells, gates)
-        ctx.save_for_forward(*tensors)
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_output: Tensor | None, grad_h_n: Tensor | None, grad_c_n: Tensor | None, *_: Any
-    ) -> Any:
-        *inputs, output, cells, gates = ctx.saved_tensors
-        _, h0, c0, *_ = inputs
-        needs = ctx.needs_input_grad
-        *grads, grad_bias = apply(
-            _LstmBackward, _LstmBackwardEager, torch.is_grad_enabled(),
-            torch.zeros_like(output) if grad_output is None else grad_output,
-            torch.zeros_like(h0) if grad_h_n is None else grad_h_n,
-            torch.zeros_like(c0) if grad_c_n is None else grad_c_n,
-            *inputs, output, cells, gates, ctx.reverse, needs[0], any(needs[3:7]),
-        )  # fmt: skip
-        # Both biases have the same gradient, each a tensor of its own: users scale gradients in place.
-        grads += [grad_bias if needs[5] else None, grad_bias.clone() if needs[6] else None, None]
-        return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        output, h_n, c_n = tangents(reference.lstm, (*ctx.saved_tensors[:7], ctx.reverse), input_tangents)
-        return output, h_n, c_n, None, None
-
-
-class _LstmBackward(torch.autograd.Function):
-    """Gradients of output, h_n and c_n, inputs, ... -> those of input, h0, c0, w_ih, w_hh, and of either bias."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        grad_output: Tensor,
-        grad_h_n: Tensor,
-        grad_c_n: Tensor,
-        input: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None,
-        b_hh: Tensor | None,
-        output: Tensor,
-        cells: Tensor,
-        gates: Tensor,
-        reverse: bool,
-        need_input: bool,
-        need_weights: bool,
-    ) -> Any:
-        return kernel("lstm_bwd", input)(
-            grad_output, grad_h_n, grad_c_n, input, h0, c0, w_ih, w_hh, output, cells, gates,
-            reverse, need_input, need_weights,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors, (ctx.reverse, ctx.need_input, ctx.need_weights) = inputs[:10], inputs[13:]
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-
-    @staticmethod
-    def formula(ctx: Any) -> Any:
-        """The gradients as a function of the cotangents and the inputs, recomputing the steps."""
-
-        def grads(grad_output: Tensor, grad_h_n: Tensor, grad_c_n: Tensor, *inputs: Tensor | None) -> Any:
-            cotangents = (grad_output, grad_h_n, grad_c_n)
-            dx, dh0, dc0, *weights, _, _ = gradients(reference.lstm, (*inputs, ctx.reverse), cotangents)
-            w_ih = inputs[3]
-            assert w_ih is not None
-            if weights[2] is None:  # no biases: nothing asks for their gradient
-                weights[2] = w_ih.new_zeros(w_ih.shape[0])
-            empty = w_ih.new_empty(0)
-            return dx if ctx.need_input else empty, dh0, dc0, *(weights if ctx.need_weights else [empty] * 3)
-
-        return grads
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        grads = gradients(_LstmBackward.formula(ctx), ctx.saved_tensors, cotangents)
-        return *grads, *[None] * 6
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        return tangents(_LstmBackward.formula(ctx), ctx.saved_tensors, input_tangents[:10])
-
-
-_LstmEager, _LstmBackwardEager = eager(_Lstm), eager(_LstmBackward)
-
-
-# ---- autograd: a cell ---------------------------------------------------------------------------------------------
-
-
-class _LstmCell(torch.autograd.Function):
-    """gates (B, 4H), c -> h, c_new, activated gates. Backward is a Function again."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gates: Tensor, c: Tensor) -> Any:
-        return kernel("lstm_cell_fwd", gates)(gates, c)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        gates, c = inputs
-        _, c_new, activated = output
-        ctx.mark_non_differentiable(activated)
-        ctx.save_for_backward(gates, c, c_new, activated)
-        ctx.save_for_forward(gates, c)
-
-    @staticmethod
-    def backward(ctx: Any, grad_h: Tensor, grad_c: Tensor, *_: Any) -> Any:
-        gates, c, c_new, activated = ctx.saved_tensors
-        return apply(
-            _LstmCellBackward,
-            _LstmCellBackwardEager,
-            torch.is_grad_enabled(),
-            grad_h,
-            grad_c,
-            gates,
-            c,
-            c_new,
-            activated,
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        h, c = tangents(reference.lstm_cell, ctx.saved_tensors[:2], input_tangents)
-        return h, c, None
-
-
-class _LstmCellBackward(torch.autograd.Function):
-    """Gradients of h and c_new, gates, c, ... -> those of gates and c."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad_h: Tensor, grad_c: Tensor, gates: Tensor, c: Tensor, c_new: Tensor, activated: Tensor) -> Any:
-        return kernel("lstm_cell_bwd", c)(grad_h, grad_c, activated, c, c_new)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:4])
-        ctx.save_for_forward(*inputs[:4])
-
-    @staticmethod
-    def formula(grad_h: Tensor, grad_c: Tensor, gates: Tensor, c: Tensor) -> Any:
-        return gradients(reference.lstm_cell, (gates, c), (grad_h, grad_c))
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return *gradients(_LstmCellBackward.formula, ctx.saved_tensors, cotangents), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        return tangents(_LstmCellBackward.formula, ctx.saved_tensors, input_tangents[:4])
-
-
-_LstmCellEager, _LstmCellBackwardEager = eager(_LstmCell), eager(_LstmCellBackward)
-
-
-# ---- fake kernels and batching rules ------------------------------------------------------------------------------
-
-
-def _accumulation_dtype(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
-
-
-@torch.library.register_fake("seqkern::lstm_fwd")
-def _(
-    input: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    reverse: bool,
-) -> Any:
-    steps, batch, _ = input.shape
-    hidden, acc = h0.shape[1], _accumulation_dtype(input)
-    return (
-        input.new_empty((steps, batch, hidden)),
-        input.new_empty((steps, batch, hidden), dtype=acc),
-        input.new_empty((steps, batch, 4 * hidden), dtype=acc),
-    )
-
-
-@torch.library.register_fake("seqkern::lstm_bwd")
-def _(
-    grad_output: Tensor,
-    grad_h_n: Tensor,
-    grad_c_n: Tensor,
-    input: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    output: Tensor,
-    cells: Tensor,
-    gates: Tensor,
-    reverse: bool,
-    need_input: bool,
-    need_weights: bool,
-) -> Any:
-    return (
-        input.new_empty(input.shape if need_input else 0),
-        h0.new_empty(h0.shape),
-        c0.new_empty(c0.shape),
-        w_ih.new_empty(w_ih.shape if need_weights else 0),
-        w_hh.new_empty(w_hh.shape if need_weights else 0),
-        w_ih.new_empty(w_ih.shape[0] if need_weights else 0),
-    )
-
-
-@torch.library.register_fake("seqkern::lstm_cell_fwd")
-def _(gates: Tensor, c: Tensor) -> Any:
-    return c.new_empty(c.shape), c.new_empty(c.shape), gates.new_empty(gates.shape, dtype=_accumulation_dtype(gates))
-
-
-@torch.library.register_fake("seqkern::lstm_cell_bwd")
-def _(grad_h: Tensor, grad_c: Tensor, activated: Tensor, c: Tensor, c_new: Tensor) -> Any:
-    return grad_h.new_empty(activated.shape), c.new_empty(c.shape)
-
-
-@torch.library.register_vmap("seqkern::lstm_fwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    shared_weights = all(dim is None for dim in in_dims[3:7])
-    return _batched(
-        torch.ops.seqkern.lstm_fwd, info.batch_size, in_dims, args, (3, 4, 5, 6) if shared_weights else None
-    )
-
-
-@torch.library.register_vmap("seqkern::lstm_bwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    need_weights = args[-1]  # a sample's own: their sum alone comes out of a batch
-    shared = (6, 7) if all(dim is None for dim in in_dims[6:8]) and not need_weights else None
-    return _batched(torch.ops.seqkern.lstm_bwd, info.batch_size, in_dims, args, shared)
-
-
-@torch.library.register_vmap("seqkern::lstm_cell_fwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _batched(torch.ops.seqkern.lstm_cell_fwd, info.batch_size, in_dims, args, ())
-
-
-@torch.library.register_vmap("seqkern::lstm_cell_bwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _batched(torch.ops.seqkern.lstm_cell_bwd, info.batch_size, in_dims, args, ())
-
-
-def _batched(op: Any, samples: int, in_dims: Any, args: Any, shared: tuple[int, ...] | None) -> Any:
-    """The samples become part of the batch: the first dimension of a matrix, the second of (T, B, ...).
-
-    `shared` are the positions of the weights, which all samples share. None: they do not, so each sample is a call.
-    """
-    if shared is None or samples == 0:
-        return per_sample(op, samples, in_dims, args)
-    tensors = [i for i, argument in enumerate(args) if isinstance(argument, Tensor)]
-    folded = list(args)
-    for i in set(tensors) - set(shared):
-        t, dim = args[i], in_dims[i]
-        t = t.unsqueeze(0).expand(samples, *t.shape) if dim is None else t.movedim(dim, 0)
-        folded[i] = t.movedim(0, t.dim() - 3).flatten(t.dim() - 3, t.dim() - 2)
-    outputs = op(*folded)
-    # What is not wanted comes back empty, with one dimension.
-    out_dims = tuple(None if t.dim() == 1 else t.dim() - 2 for t in outputs)
-    unfolded = tuple(t if d is None else t.unflatten(d, (samples, -1)) for t, d in zip(outputs, out_dims, strict=True))
-    return unfolded, out_dims

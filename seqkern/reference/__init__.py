@@ -4,9 +4,10 @@ from seqkern.reference.attention import attention
 from seqkern.reference.attention_scores import attention_scores
 from seqkern.reference.attention_varlen import attention_varlen
 from seqkern.reference.attention_weights import attention_weights
-from seqkern.reference.dropout import dropout, dropout_words, keep_mask
+from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep_mask
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
-from seqkern.reference.rnn import lstm, lstm_cell
+from seqkern.reference.rnn import rnn, rnn_step
+from seqkern.reference.rnn_cells import gru_cell, gru_step, lstm_cell
 
 __all__ = [
     "add_layer_norm",
@@ -14,10 +15,14 @@ __all__ = [
     "attention_scores",
     "attention_varlen",
     "attention_weights",
+    "derived_seed",
     "dropout",
     "dropout_words",
+    "gru_cell",
+    "gru_step",
     "keep_mask",
     "layer_norm",
-    "lstm",
     "lstm_cell",
+    "rnn",
+    "rnn_step",
 ]

@@ -43,3 +43,8 @@ def dropout(input: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
     """input / (1 - p) where kept, else 0, for a (rows, columns) matrix."""
     scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
     return torch.where(keep_mask(seed, dropout_p, *input.shape), input * scale, 0.0)
+
+
+def derived_seed(seed: Tensor, number: int) -> Tensor:
+    """A seed of its own for each mask that one seed decides: seed + number (2^64 / golden ratio), modulo 2^64."""
+    return seed + ((number * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63)

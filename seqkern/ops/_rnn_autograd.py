@@ -1,0 +1,467 @@
+"""Derivatives, fake kernels and batching rules of the recurrent networks: what stands between API and kernels.
+
+A layer's tensors, in the kernels' order: input, h0 and c0 (of an LSTM), then lengths, resets, recurrent_mask and seed,
+each a tensor or None; then the numbers zoneout_h, zoneout_c, eps and cell; then seven lists with one tensor for each
+direction or none: w_ih, w_hh, b_ih, b_hh, w_hr, peephole and norm. Autograd sees the lists one behind the other, with
+None where there is no tensor. All have the shapes that csrc/rnn/rnn.h asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqkern import reference
+from seqkern._library import kernel
+from seqkern.ops._autograd import apply, eager, gradients, per_sample, tangents, transforms_active, wants_gradient
+from seqkern.ops._rnn_checks import GATES, GRU, LSTM
+
+_STATES, _CONSTANTS, _NUMBERS, _LISTS = 3, 4, 4, 7
+_TENSORS = _STATES + _CONSTANTS
+_W_IH, _B_IH, _B_HH, _W_HR, _PEEPHOLE, _NORM = 0, 2, 3, 4, 5, 6
+
+
+def run(
+    backend: str,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[Any],
+    lists: Sequence[Sequence[Tensor]],
+    recompute: bool,
+    return_cells: bool,
+) -> tuple[Tensor, ...]:
+    """output and h_n, and of an LSTM c_n and, if wanted, all c_t (D, T, B, H), by the backend's kernel or reference."""
+    input, h0, c0, *constants = tensors
+    assert input is not None and h0 is not None
+    directions, cell = h0.shape[0], numbers[-1]
+    flat = [t for tensors in lists for t in (tensors or [None] * directions)]
+    if backend == "reference":
+        return _outputs(constants, numbers)(input, h0, c0, *flat)
+    wanted = wants_gradient(input, h0, c0, *flat)
+    # What recompute finds again, of a cell that has no c, is everything.
+    keep = return_cells or ((wanted or transforms_active()) and not (recompute and cell != LSTM))
+    output, h_n, c_n, cells, _, _ = apply(_Rnn, _RnnEager, wanted, *tensors, *numbers, keep, recompute, *flat)
+    return (output, h_n, c_n, cells) if cell == LSTM else (output, h_n)
+
+
+def run_cell(backend: str, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
+    """h and c after a step (c: of an LSTM)."""
+    if backend == "reference":
+        return _step(x_gates, h_gates, h, c, cell)
+    wanted = wants_gradient(x_gates, h_gates, h, c)
+    return apply(_RnnCell, _RnnCellEager, wanted, x_gates, h_gates, h, c, cell)[:2]
+
+
+def _split(flat: Sequence[Tensor | None], directions: int) -> list[list[Tensor]]:
+    """The seven lists."""
+    return [[t for t in flat[n * directions : (n + 1) * directions] if t is not None] for n in range(_LISTS)]
+
+
+def _outputs(constants: Sequence[Any], numbers: Sequence[Any]) -> Callable[..., Any]:
+    """The reference, as a function of what it can be differentiated by."""
+
+    def function(input: Tensor, h0: Tensor, c0: Tensor | None, *flat: Tensor | None) -> Any:
+        return reference.rnn(input, h0, c0, *_split(flat, h0.shape[0]), *constants, *numbers, False)
+
+    return function
+
+
+# ---- autograd: a layer --------------------------------------------------------------------------------------------
+
+
+class _Rnn(torch.autograd.Function):
+    """Tensors, numbers, keep, recompute, weights -> output, h_n, c_n, cells, gates, products.
+
+    Backward is a Function again, so that it can be differentiated.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        input, h0, c0, *constants = args[:_TENSORS]
+        *numbers, cell = args[_TENSORS : _TENSORS + _NUMBERS]
+        keep, _, *flat = args[_TENSORS + _NUMBERS :]
+        lists = _split(flat, h0.shape[0])
+        return kernel("rnn_fwd", input)(input, h0, c0, *lists, *constants, *numbers, cell, False, keep)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        tensors, ctx.numbers = inputs[:_TENSORS], inputs[_TENSORS : _TENSORS + _NUMBERS]
+        _, recompute, *flat = inputs[_TENSORS + _NUMBERS :]
+        output, _, c_n, cells, gates, products = outputs
+        if ctx.numbers[-1] == LSTM:
+            ctx.mark_non_differentiable(gates, products)
+        else:
+            ctx.mark_non_differentiable(c_n, cells, gates, products)
+        ctx.set_materialize_grads(False)
+        kept = (None, None) if recompute else (gates, products)
+        ctx.save_for_backward(*tensors, *flat, output, cells, *kept)
+        ctx.save_for_forward(*tensors, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        *inputs, output, cells, gates, products = ctx.saved_tensors
+        tensors, flat = inputs[:_TENSORS], inputs[_TENSORS:]
+        input, h0 = tensors[:2]
+        needs, needs_flat = ctx.needs_input_grad[:_STATES], ctx.needs_input_grad[-len(flat) :]
+        if gates is None:
+            gates = products = cells.new_empty(0)
+        grad_input, grad_h0, grad_c0, *grad_lists = apply(
+            _RnnBackward, _RnnBackwardEager, torch.is_grad_enabled(),
+            *grads[:4], *tensors, output, cells, gates, products, *ctx.numbers, needs[0], any(needs_flat), *flat,
+        )  # fmt: skip
+        directions = h0.shape[0]
+        of_states = [g if need else None for g, need in zip((grad_input, grad_h0, grad_c0), needs, strict=True)]
+        of_lists = [grad_lists[n // directions][n % directions] if need else None for n, need in enumerate(needs_flat)]
+        return *of_states, *[None] * (_CONSTANTS + _NUMBERS + 2), *of_lists
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
+        tensors = ctx.saved_tensors
+        constants, inputs = tensors[_STATES:_TENSORS], (*tensors[:_STATES], *tensors[_TENSORS:])
+        known = (*directions[:_STATES], *directions[_TENSORS + _NUMBERS + 2 :])
+        found = tangents(_outputs(constants, ctx.numbers), inputs[: len(known)], known)
+        return *found, *[None] * (6 - len(found))
+
+
+class _RnnBackward(torch.autograd.Function):
+    """Gradients of output, h_n, c_n and cells, the tensors, what was kept, the numbers, two needs, weights -> gradients.
+
+    They are those of input, h0 and c0, and of the seven lists, each list's stacked; of shape (0) where not wanted.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        grads, (input, h0, c0, *constants) = args[:4], args[4 : 4 + _TENSORS]
+        kept, rest = args[4 + _TENSORS : 8 + _TENSORS], args[8 + _TENSORS :]
+        numbers, (need_input, need_weights, *flat) = rest[:_NUMBERS], rest[_NUMBERS:]
+        return kernel("rnn_bwd", input)(
+            *grads, input, h0, c0, *_split(flat, h0.shape[0]), *constants, *numbers, False, *kept,
+            need_input, need_weights,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        rest = inputs[8 + _TENSORS :]
+        ctx.numbers, (ctx.need_input, ctx.need_weights, *flat) = rest[:_NUMBERS], rest[_NUMBERS:]
+        tensors = *inputs[: 4 + _TENSORS], *flat
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def formula(ctx: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The gradients as a function of cotangents, states and weights, recomputing the steps; and these."""
+        saved = ctx.saved_tensors
+        outputs = _outputs(saved[4 + _STATES : 4 + _TENSORS], ctx.numbers)
+
+        def grads(*inputs: Any) -> Any:
+            given = [n for n, t in enumerate(inputs[:4]) if t is not None]
+
+            def some(*states_and_weights: Any) -> Any:
+                found = outputs(*states_and_weights)
+                return tuple(found[n] for n in given)
+
+            found = gradients(some, inputs[4:], tuple(inputs[n] for n in given))
+            input, h0, c0, *flat = inputs[4:]
+            directions, empty, wide = h0.shape[0], input.new_empty(0), torch.promote_types(h0.dtype, torch.float32)
+            stacked = []
+            for n in range(_LISTS):
+                none = empty.to(wide) if n == _NORM else empty
+                each = [g for g in found[_STATES:][n * directions : (n + 1) * directions] if g is not None]
+                if not each and ctx.need_weights and (n == _B_HH or (n == _B_IH and flat[_W_IH] is not None)):
+                    none = h0.new_zeros(directions, flat[directions].shape[0])  # no bias: nothing asks for it
+                stacked.append(torch.stack(each) if each and ctx.need_weights else none)
+            grad_c0 = empty if c0 is None else found[2]
+            return found[0] if ctx.need_input else empty, found[1], grad_c0, *stacked
+
+        return grads, (*saved[: 4 + _STATES], *saved[4 + _TENSORS :])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        formula, inputs = _RnnBackward.formula(ctx)
+        found = gradients(formula, inputs, cotangents)
+        before = 4 + _STATES
+        return *found[:before], *[None] * (_CONSTANTS + 4 + _NUMBERS + 2), *found[before:]
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
+        formula, inputs = _RnnBackward.formula(ctx)
+        known = (*directions[: 4 + _STATES], *directions[8 + _TENSORS + _NUMBERS + 2 :])
+        return tangents(formula, inputs, known)
+
+
+_RnnEager, _RnnBackwardEager = eager(_Rnn), eager(_RnnBackward)
+
+
+# ---- autograd: a cell ---------------------------------------------------------------------------------------------
+
+
+def _step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> tuple[Tensor, Tensor]:
+    """The reference in the dtype of its arguments: h and c after the step, c of shape (0) where there is none."""
+    wide = torch.promote_types(h.dtype, torch.float32)
+    tensors = [None if t is None else t.to(wide) for t in (x_gates, h_gates, h, c)]
+    h_new, *c_new = reference.rnn_step(*tensors, cell)  # type: ignore[arg-type]
+    return h_new.to(h.dtype), c_new[0].to(h.dtype) if c_new else h.new_empty(0)
+
+
+class _RnnCell(torch.autograd.Function):
+    """x_gates, h_gates, h, c, cell -> h_new, c_new, activated gates. Backward is a Function again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
+        return kernel("rnn_cell_fwd", h)(x_gates, h_gates, h, c, cell)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.cell = inputs
+        _, c_new, activated = output
+        if ctx.cell == LSTM:
+            ctx.mark_non_differentiable(activated)
+        else:
+            ctx.mark_non_differentiable(c_new, activated)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, c_new, activated)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any) -> Any:
+        tensors = ctx.saved_tensors
+        h = tensors[2]
+        if grad_h is None:
+            grad_h = torch.zeros_like(h)
+        grad_x, grad_hg, grad_h_prev, grad_c_prev = apply(
+            _RnnCellBackward, _RnnCellBackwardEager, torch.is_grad_enabled(), grad_h, grad_c, *tensors, ctx.cell
+        )
+        if ctx.cell == LSTM:
+            return grad_x, grad_x, None, grad_c_prev, None
+        return (grad_x, grad_hg, grad_h_prev, None, None) if ctx.cell == GRU else (grad_x, grad_x, None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
+        h, c = tangents(lambda *t: _step(*t, ctx.cell), ctx.saved_tensors[:4], directions[:4])
+        return h, c if ctx.cell == LSTM else None, None
+
+
+class _RnnCellBackward(torch.autograd.Function):
+    """Gradients of h_new and c_new, x_gates, h_gates, h, c, c_new, activated, cell -> those of the four.
+
+    Those of h_gates (where they are those of x_gates) and of h and c (where there are none) are of shape (0).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad_h: Tensor, grad_c: Tensor | None, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None,
+        c_new: Tensor, activated: Tensor, cell: int,
+    ) -> Any:  # fmt: skip
+        c_new_or_none = c_new if cell == LSTM else None
+        return kernel("rnn_cell_bwd", h)(grad_h, grad_c, h, c, c_new_or_none, activated, cell)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.cell = inputs[-1]
+        ctx.save_for_backward(*inputs[:6])
+        ctx.save_for_forward(*inputs[:6])
+
+    @staticmethod
+    def formula(ctx: Any) -> Callable[..., Any]:
+        def grads(grad_h: Tensor, grad_c: Tensor | None, *inputs: Any) -> Any:
+            def some(*inputs: Any) -> Any:
+                h_new, c_new = _step(*inputs, ctx.cell)
+                return h_new if grad_c is None else (h_new, c_new)
+
+            found = gradients(some, inputs, grad_h if grad_c is None else (grad_h, grad_c))
+            empty = grad_h.new_empty(0)
+            if ctx.cell == GRU:
+                return *found[:3], empty
+            return found[0], empty, empty, found[3] if ctx.cell == LSTM else empty
+
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return *gradients(_RnnCellBackward.formula(ctx), ctx.saved_tensors, cotangents), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
+        return tangents(_RnnCellBackward.formula(ctx), ctx.saved_tensors, directions[:6])
+
+
+_RnnCellEager, _RnnCellBackwardEager = eager(_RnnCell), eager(_RnnCellBackward)
+
+
+# ---- fake kernels -------------------------------------------------------------------------------------------------
+
+
+def _kept_gates(cell: int) -> int:
+    """What of a step's gates is kept, in units of H: a GRU's U_n h beside its three."""
+    return 4 if cell in (LSTM, GRU) else 1
+
+
+@torch.library.register_fake("seqkern::rnn_fwd")
+def _(
+    input: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    w_ih: Sequence[Tensor],
+    w_hh: Sequence[Tensor],
+    b_ih: Sequence[Tensor],
+    b_hh: Sequence[Tensor],
+    w_hr: Sequence[Tensor],
+    peephole: Sequence[Tensor],
+    norm: Sequence[Tensor],
+    lengths: Tensor | None,
+    resets: Tensor | None,
+    recurrent_mask: Tensor | None,
+    seed: Tensor | None,
+    zoneout_h: float,
+    zoneout_c: float,
+    eps: float,
+    cell: int,
+    reverse: bool,
+    keep: bool,
+) -> Any:
+    (steps, batch), (directions, _, width) = input.shape[:2], h0.shape
+    gates, acc = w_hh[0].shape[0], torch.promote_types(input.dtype, torch.float32)
+    hidden = gates // GATES[cell]
+    rows, nothing = (directions, steps, batch), input.new_empty(0, dtype=acc)
+    return (
+        input.new_empty((steps, batch, directions * width)),
+        input.new_empty(h0.shape),
+        input.new_empty((directions, batch, hidden) if cell == LSTM else 0),
+        input.new_empty((*rows, hidden), dtype=acc) if keep and cell == LSTM else nothing,
+        input.new_empty((*rows, _kept_gates(cell) * hidden), dtype=acc) if keep else nothing.clone(),
+        input.new_empty((*rows, gates), dtype=acc) if keep and norm else nothing.clone(),
+    )
+
+
+@torch.library.register_fake("seqkern::rnn_bwd")
+def _(
+    grad_output: Tensor | None,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    grad_cells: Tensor | None,
+    input: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    w_ih: Sequence[Tensor],
+    w_hh: Sequence[Tensor],
+    b_ih: Sequence[Tensor],
+    b_hh: Sequence[Tensor],
+    w_hr: Sequence[Tensor],
+    peephole: Sequence[Tensor],
+    norm: Sequence[Tensor],
+    *rest: Any,
+) -> Any:
+    need_input, need_weights = rest[-2:]
+
+    def grads(tensors: Sequence[Tensor], wanted: bool = True) -> Tensor:
+        dtype = torch.promote_types(h0.dtype, torch.float32) if tensors is norm else h0.dtype
+        return h0.new_empty((h0.shape[0], *tensors[0].shape) if need_weights and tensors and wanted else 0, dtype=dtype)
+
+    bias = [w[:, 0] for w in w_hh]
+    return (
+        input.new_empty(input.shape if need_input else 0),
+        h0.new_empty(h0.shape),
+        h0.new_empty(0 if c0 is None else c0.shape),
+        grads(w_ih),
+        grads(w_hh),
+        grads(bias, bool(w_ih)),
+        grads(bias),
+        grads(w_hr),
+        grads(peephole),
+        grads(norm),
+    )
+
+
+@torch.library.register_fake("seqkern::rnn_cell_fwd")
+def _(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
+    batch, hidden = h.shape
+    acc = torch.promote_types(h.dtype, torch.float32)
+    return (
+        h.new_empty(h.shape),
+        h.new_empty(h.shape if cell == LSTM else 0),
+        h.new_empty((batch, _kept_gates(cell) * hidden), dtype=acc),
+    )
+
+
+@torch.library.register_fake("seqkern::rnn_cell_bwd")
+def _(
+    grad_h: Tensor,
+    grad_c: Tensor | None,
+    h: Tensor,
+    c: Tensor | None,
+    c_new: Tensor | None,
+    activated: Tensor,
+    cell: int,
+) -> Any:
+    batch, hidden = h.shape
+    gates = (batch, GATES[cell] * hidden)
+    return (
+        h.new_empty(gates),
+        h.new_empty(gates if cell == GRU else 0),
+        h.new_empty(h.shape if cell == GRU else 0),
+        h.new_empty(h.shape if cell == LSTM else 0),
+    )
+
+
+# ---- batching rules -----------------------------------------------------------------------------------------------
+
+
+@torch.library.register_vmap("seqkern::rnn_fwd")
+def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _fold(torch.ops.seqkern.rnn_fwd, info.batch_size, in_dims, args, 3)
+
+
+@torch.library.register_vmap("seqkern::rnn_bwd")
+def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    need_weights = args[-1]  # a sample's own: their sum alone comes out of a batch
+    return _fold(torch.ops.seqkern.rnn_bwd, info.batch_size, in_dims, args, 7, need_weights)
+
+
+@torch.library.register_vmap("seqkern::rnn_cell_fwd")
+def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _fold(torch.ops.seqkern.rnn_cell_fwd, info.batch_size, in_dims, args)
+
+
+@torch.library.register_vmap("seqkern::rnn_cell_bwd")
+def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _fold(torch.ops.seqkern.rnn_cell_bwd, info.batch_size, in_dims, args)
+
+
+def _fold(op: Any, samples: int, in_dims: Any, args: Any, first_list: int | None = None, apart: bool = False) -> Any:
+    """The samples become part of the batch: dimension 1 of (T, B, ..) and (D, B, ..), 2 of (D, T, B, ..), else 0.
+
+    Not where the weights differ or have gradients of their own, nor with zoneout, which counts the rows of the batch;
+    then each sample is a call.
+    """
+    if first_list is not None:
+        dims = torch.utils._pytree.tree_leaves(in_dims[first_list : first_list + _LISTS])
+        seed = args[first_list + _LISTS + 3]
+        apart = apart or seed is not None or any(dim is not None for dim in dims)
+    if apart or samples == 0:
+        return per_sample(op, samples, in_dims, args)
+    lengths, resets = (None, None) if first_list is None else (first_list + _LISTS, first_list + _LISTS + 1)
+
+    def fold(n: int, t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        t = t.expand(samples, *t.shape) if in_dims[n] is None else t.movedim(in_dims[n], 0)
+        if t.dim() == 2 and n != lengths and t.shape[1] == 0:  # not kept
+            return t[0]
+        batch = 0 if first_list is None or n == lengths else 1 if n == resets else t.dim() - 3
+        return t.movedim(0, batch).flatten(batch, batch + 1)
+
+    outputs = op(*(fold(n, argument) for n, argument in enumerate(args)))
+    # What is not wanted comes back empty, with one dimension.
+    out_dims = tuple(None if t.dim() == 1 else t.dim() - 2 for t in outputs)
+    unfolded = tuple(t if d is None else t.unflatten(d, (samples, -1)) for t, d in zip(outputs, out_dims, strict=True))
+    return unfolded, out_dims

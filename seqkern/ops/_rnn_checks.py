@@ -1,0 +1,274 @@
+"""What the recurrent networks accept: every argument checked, with errors that name it, and brought to one form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqkern.ops._autograd import FLOATING, readable
+
+LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
+CELLS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
+GATES = (4, 3, 1, 1)
+EPS = 1e-5  # of the layer norms
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a network, found from its arguments."""
+
+    cell: int
+    layers: int
+    directions: int
+    inputs: int
+    hidden: int
+    width: int  # of h: the projection's where there is one
+    bias: bool
+
+    @property
+    def projected(self) -> bool:
+        return self.width != self.hidden
+
+    @property
+    def gates(self) -> int:
+        return GATES[self.cell] * self.hidden
+
+    def inputs_of(self, layer: int) -> int:
+        return self.directions * self.width if layer else self.inputs
+
+    @property
+    def names(self) -> list[str]:
+        """The weights of a layer in one direction."""
+        return ["w_ih", "w_hh", *(["b_ih", "b_hh"] if self.bias else []), *(["w_hr"] if self.projected else [])]
+
+    def shape(self, name: str, layer: int) -> tuple[int, ...]:
+        if name == "w_ih":
+            return self.gates, self.inputs_of(layer)
+        if name == "w_hh":
+            return self.gates, self.width
+        return (self.width, self.hidden) if name == "w_hr" else (self.gates,)
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------
+
+
+def check_tensor(op: str, name: str, t: Any, dim: int) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if t.dtype not in FLOATING:
+        raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
+    if t.dim() != dim:
+        raise ValueError(f"{op}: {name} must have {dim} dimensions, got shape {tuple(t.shape)}")
+
+
+def _check_place(op: str, name: str, t: Tensor, input: Tensor, shape: Sequence[int]) -> None:
+    if t.shape != torch.Size(shape):
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
+    if t.device != input.device:
+        raise ValueError(f"{op}: {name} must be on the input's device {input.device}, got {t.device}")
+
+
+def check_like(op: str, name: str, t: Any, input: Tensor, shape: Sequence[int]) -> None:
+    """A tensor of the shape and of the input's dtype and device."""
+    check_tensor(op, name, t, len(shape))
+    _check_place(op, name, t, input, shape)
+    exempt = autocasts(input) and torch.float64 not in (t.dtype, input.dtype)  # autocast leaves float64 alone
+    if t.dtype != input.dtype and not exempt:
+        raise TypeError(f"{op}: {name} must have the input's dtype {input.dtype}, got {t.dtype}")
+
+
+def autocasts(input: Tensor) -> bool:
+    device = input.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors (or None) as autocast wants them."""
+    if not autocasts(tensors[0]):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+# ---- state --------------------------------------------------------------------------------------------------------
+
+
+def check_pair(op: str, hx: Any) -> tuple[Tensor, Tensor]:
+    """hx as a pair of tensors, or TypeError."""
+    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
+        got = f"{len(hx)} of them" if isinstance(hx, (tuple, list)) else type(hx).__name__
+        raise TypeError(f"{op}: hx must be a pair of tensors (h, c), got {got}")
+    for i, state in enumerate(hx):
+        if not isinstance(state, Tensor):
+            raise TypeError(f"{op}: hx[{i}] must be a tensor, got {type(state).__name__}")
+    return hx[0], hx[1]
+
+
+def check_state(op: str, hx: Any) -> Tensor:
+    """hx as one tensor, or TypeError."""
+    if not isinstance(hx, Tensor):
+        raise TypeError(f"{op}: hx must be a tensor, got {type(hx).__name__}")
+    return hx
+
+
+def prepare_state(op: str, hx: Any, input: Tensor, batch: int, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
+    """h, and c of an LSTM; zeros where none is given."""
+    shapes = [(sizes.layers * sizes.directions, batch, width) for width in (sizes.width, sizes.hidden)]
+    if hx is None:
+        h, c = input.new_zeros(shapes[0]), input.new_zeros(shapes[1]) if sizes.cell == LSTM else None
+        return h, c
+    if sizes.cell != LSTM:
+        check_like(op, "hx", check_state(op, hx), input, shapes[0])
+        return hx, None
+    for i, state in enumerate(check_pair(op, hx)):
+        check_like(op, f"hx[{i}]", state, input, shapes[i])
+    return hx
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------
+
+
+def _check_list(op: str, name: str, tensors: Any) -> None:
+    if not isinstance(tensors, (tuple, list)):
+        raise TypeError(f"{op}: {name} must be a list of tensors, got {type(tensors).__name__}")
+
+
+def check_weights(
+    op: str, cell: int, input: Tensor, weights: Sequence[Tensor], num_layers: int, bidirectional: bool
+) -> Sizes:
+    """The sizes of the network, which the weights say."""
+    directions = 2 if bidirectional else 1
+    cells = num_layers * directions
+    _check_list(op, "weights", weights)
+    per_cell, rest = divmod(len(weights), cells)
+    if rest or per_cell not in ((2, 3, 4, 5) if cell == LSTM else (2, 4)):
+        projected = f" ({5 * cells} or {3 * cells} with projections)" if cell == LSTM else ""
+        raise ValueError(
+            f"{op}: weights must hold {4 * cells} tensors, or {2 * cells} without biases{projected}, for {num_layers} "
+            f"layers in {directions} directions, got {len(weights)}"
+        )
+    check_tensor(op, "weights[1]", weights[1], 2)
+    width = hidden = weights[1].shape[1]
+    if per_cell % 2:
+        check_tensor(op, f"weights[{per_cell - 1}]", weights[per_cell - 1], 2)
+        hidden = weights[per_cell - 1].shape[1]
+        if width >= hidden:
+            raise ValueError(f"{op}: a projection must be narrower than the hidden size {hidden}, got {width}")
+    sizes = Sizes(cell, num_layers, directions, input.shape[2], hidden, width, per_cell >= 4)
+    names = sizes.names
+    for index, t in enumerate(weights):
+        layer, name = index // (per_cell * directions), names[index % per_cell]
+        check_like(op, f"weights[{index}] ({name})", t, input, sizes.shape(name, layer))
+    return sizes
+
+
+def norm_names(sizes: Sizes) -> list[tuple[str, int]]:
+    """The layer norms' parameters of a layer in one direction, with their sizes."""
+    sides = [("ih", sizes.gates), ("hh", sizes.gates), *([("c", sizes.hidden)] if sizes.cell == LSTM else [])]
+    return [(f"norm_{side} {kind}", size) for side, size in sides for kind in ("weight", "bias")]
+
+
+def check_norms(op: str, norms: Any, input: Tensor, sizes: Sizes) -> list[list[Tensor]]:
+    """The norms' parameters, a list for every layer and direction."""
+    _check_list(op, "norms", norms)
+    cells, each = sizes.layers * sizes.directions, norm_names(sizes)
+    if len(norms) != cells * len(each):
+        raise ValueError(
+            f"{op}: norms must hold {len(each)} tensors for each of the {cells} layers and directions, "
+            f"{cells * len(each)}, got {len(norms)}"
+        )
+    for index, t in enumerate(norms):
+        name, size = each[index % len(each)]
+        check_tensor(op, f"norms[{index}] ({name})", t, 1)
+        _check_place(op, f"norms[{index}] ({name})", t, input, (size,))
+    return [list(norms[i * len(each) : (i + 1) * len(each)]) for i in range(cells)]
+
+
+def check_peepholes(op: str, peepholes: Any, input: Tensor, sizes: Sizes) -> list[Tensor]:
+    _check_list(op, "peepholes", peepholes)
+    cells = sizes.layers * sizes.directions
+    if len(peepholes) != cells:
+        raise ValueError(
+            f"{op}: peepholes must hold a tensor for each of the {cells} layers and directions, got {len(peepholes)}"
+        )
+    for index, t in enumerate(peepholes):
+        check_like(op, f"peepholes[{index}]", t, input, (3, sizes.hidden))
+    return list(peepholes)
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def check_probability(op: str, name: str, p: Any) -> float:
+    if isinstance(p, bool) or not isinstance(p, (int, float)):
+        raise TypeError(f"{op}: {name} must be a probability, got {type(p).__name__}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"{op}: {name} must be a probability, between 0 and 1, got {p}")
+    return float(p)
+
+
+def check_zoneout(op: str, zoneout: Any, cell: int) -> tuple[float, float]:
+    """That of h and that of c."""
+    if not isinstance(zoneout, (tuple, list)):
+        p = check_probability(op, "zoneout", zoneout)
+        return p, p if cell == LSTM else 0.0
+    if len(zoneout) != 2:
+        raise ValueError(f"{op}: zoneout must be a probability or a pair (of h, of c), got {len(zoneout)} of them")
+    of_h, of_c = (check_probability(op, f"zoneout[{i}]", p) for i, p in enumerate(zoneout))
+    if cell != LSTM and of_c:
+        raise ValueError(f"{op}: zoneout[1] must be 0, there is no cell state, got {of_c}")
+    return of_h, of_c
+
+
+def prepare_lengths(op: str, lengths: Any, input: Tensor, steps: int, batch: int) -> Tensor:
+    """(B,) int64 on the input's device; their range is checked where they can be read at once."""
+    if isinstance(lengths, (tuple, list)):
+        if not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in lengths):
+            raise TypeError(f"{op}: lengths must be whole numbers, got {lengths!r}")
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=input.device)
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{op}: lengths must be a tensor or a sequence of numbers, got {type(lengths).__name__}")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: lengths must be int32 or int64, got {lengths.dtype}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"{op}: lengths must have shape ({batch},), the batch size, got {tuple(lengths.shape)}")
+    if lengths.device != input.device and lengths.device.type != "cpu":
+        raise ValueError(f"{op}: lengths must be on the input's device {input.device}, got {lengths.device}")
+    if readable(lengths):
+        for b, length in enumerate(lengths.tolist()):
+            if not 0 <= length <= steps:
+                raise ValueError(
+                    f"{op}: lengths must be between 0 and {steps}, the steps, got {length} for sequence {b}"
+                )
+    return lengths.to(input.device, torch.int64)
+
+
+def prepare_resets(op: str, resets: Any, input: Tensor, steps: int, batch: int, batch_first: bool) -> Tensor:
+    """(T, B) bool."""
+    if not isinstance(resets, Tensor):
+        raise TypeError(f"{op}: resets must be a tensor or None, got {type(resets).__name__}")
+    if resets.dtype != torch.bool:
+        raise TypeError(f"{op}: resets must be bool, got {resets.dtype}")
+    _check_place(op, "resets", resets, input, (batch, steps) if batch_first else (steps, batch))
+    return resets.t() if batch_first else resets
+
+
+def prepare_seed(op: str, seed: Any, input: Tensor) -> Tensor | None:
+    """One int64 number on the input's device, or None."""
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise ValueError(
+                f"{op}: seed must be one int64 number, got a tensor of {seed.dtype} and shape {tuple(seed.shape)}"
+            )
+        return seed.reshape(()).to(input.device)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"{op}: seed must be a whole number, a tensor or None, got {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{op}: seed must fit 64 bits, got {seed}")
+    return torch.tensor(seed, device=input.device)
