@@ -79,9 +79,9 @@ def prepare(
     (t, b), (d, _, p), acc = input.shape[:2], h0.shape, accumulator(input.dtype)
     h = w_hh[0].size(0) // GATES[cell]
     zones = zoneout_h > 0 or zoneout_c > 0
-    if norm and h > _longest(acc):
+    if norm and h > longest(acc):
         raise NotImplementedError(
-            f"seqkern rnn: with layer norm the Triton kernels take hidden sizes up to {_longest(acc)} in "
+            f"seqkern rnn: with layer norm the Triton kernels take hidden sizes up to {longest(acc)} in "
             f'{input.dtype}, got {h}; use_backend("reference") runs any'
         )
     return Problem(
@@ -97,7 +97,7 @@ def prepare(
     )  # fmt: skip
 
 
-def _longest(acc):
+def longest(acc):
     """The longest rows that one program normalises: backward keeps some twenty tiles of them in registers."""
     return 1024 if acc == torch.float64 else 2048
 

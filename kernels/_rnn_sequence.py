@@ -2,8 +2,8 @@
 
 A program owns one direction and BLOCK_B rows of the batch, and walks all steps: h and c stay in registers, and so do
 the weights of 16-bit layers, as operands of the tensor cores, a (H, H) tile for each gate. In float32, which gets no
-tensor cores, weights and operands are read again in slices, from the cache: whole, they would take hundreds of registers
-a thread. What a step reads of the input's product is asked for a step ahead.
+tensor cores, weights and operands are read again in slices, from the cache: whole, they would take hundreds of
+registers a thread. What a step reads of the input's product is asked for a step ahead.
 
 Lengths, resets and a recurrent mask are served here; whatever else there is takes the other way, step by step.
 """
@@ -32,14 +32,17 @@ from ._rnn_cells import (
 )
 from ._rnn_plans import GATES, Problem, strides_of
 
-_SIZES = ["x_strides", "grad_strides", "grad_products_strides", "T", "B", "H", "D", "reverse"]  # nothing is compiled again when these change
+# Nothing is compiled again when these change.
+_SIZES = ["x_strides", "grad_strides", "grad_products_strides", "T", "B", "H", "D", "reverse"]
 
 # fmt: off
 # Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
 
 
 @triton.jit
-def _input_tiles(x_ptr, x_strides, t, d, row, column, mask, T, H, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr):
+def _input_tiles(
+    x_ptr, x_strides, t, d, row, column, mask, T, H, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
+):
     """zx at time t, zeros at times that there are not."""
     at = aligned(d * x_strides[0] + t * x_strides[1], ALIGNED) + row[:, None] * aligned(x_strides[2], ALIGNED) + column
     return load_tiles(x_ptr + at, H, mask & (t >= 0) & (t < T), G, ACC)
@@ -52,7 +55,7 @@ def sequence_forward_kernel(
     CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """All steps of BLOCK_B sequences in one direction. SLICE 0: weights in registers. `gates` may be the memory of x."""
+    """All steps of BLOCK_B sequences in one direction. SLICE 0: weights in registers. `gates` may be x."""
     H = aligned(H, ALIGNED)
     R: tl.constexpr = G + 1 if CELL == GRU else G
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -73,8 +76,8 @@ def sequence_forward_kernel(
     weights = ()
     if SLICE == 0:
         for k in tl.static_range(G):
-            at = w_hh_ptr + (k * H + unit)[:, None] * H + unit[None, :]
-            weight = tl.load(at, mask=(unit < H)[:, None] & (unit < H)[None, :], other=0.0)
+            weight_at = w_hh_ptr + (k * H + unit)[:, None] * H + unit[None, :]
+            weight = tl.load(weight_at, mask=(unit < H)[:, None] & (unit < H)[None, :], other=0.0)
             weights += (tl.trans(weight),)
     x = _input_tiles(x_ptr, x_strides, time_of(0, T, backwards), d, row, column, mask, T, H, G, ACC, ALIGNED)
     for step in range(T):
@@ -100,13 +103,13 @@ def sequence_forward_kernel(
             tl.debug_barrier()  # it is read by other threads than wrote it
             for first in range(0, H, SLICE):
                 part = first + tl.arange(0, SLICE)
-                at = operand_ptr + (d * B + row)[:, None] * H + part[None, :]
-                left = tl.load(at, mask=(row < B)[:, None] & (part < H)[None, :], other=0.0)
+                left_at = operand_ptr + (d * B + row)[:, None] * H + part[None, :]
+                left = tl.load(left_at, mask=(row < B)[:, None] & (part < H)[None, :], other=0.0)
                 sums = product
                 product = ()
                 for k in tl.static_range(G):
-                    at = w_hh_ptr + (k * H + unit)[:, None] * H + part[None, :]
-                    right = tl.load(at, mask=(unit < H)[:, None] & (part < H)[None, :], other=0.0)
+                    right_at = w_hh_ptr + (k * H + unit)[:, None] * H + part[None, :]
+                    right = tl.load(right_at, mask=(unit < H)[:, None] & (part < H)[None, :], other=0.0)
                     product += (dot(left, tl.trans(right), sums[k], "ieee"),)
         a = preactivations(x, product, None, None, H, column, mask, 0.0, CELL, G, ACC)
         if bias_ptr is not None:
@@ -163,8 +166,8 @@ def sequence_backward_kernel(
     weights = ()
     if SLICE == 0:
         for k in tl.static_range(G):
-            at = w_hh_ptr + (k * H + unit)[:, None] * H + unit[None, :]
-            weights += (tl.load(at, mask=(unit < H)[:, None] & (unit < H)[None, :], other=0.0),)
+            weight_at = w_hh_ptr + (k * H + unit)[:, None] * H + unit[None, :]
+            weights += (tl.load(weight_at, mask=(unit < H)[:, None] & (unit < H)[None, :], other=0.0),)
     for step in range(T):
         t = time_of(T - 1 - step, T, backwards)
         length, active, reset = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
@@ -220,10 +223,10 @@ def sequence_backward_kernel(
             for k in tl.static_range(G):
                 for first in range(0, H, SLICE):
                     part = first + tl.arange(0, SLICE)
-                    at = at_h + k * H + part[None, :]
-                    left = tl.load(at, mask=(row < B)[:, None] & (part < H)[None, :], other=0.0)
-                    at = w_hh_ptr + (k * H + part)[:, None] * H + unit[None, :]
-                    right = tl.load(at, mask=(part < H)[:, None] & (unit < H)[None, :], other=0.0)
+                    left_at = at_h + k * H + part[None, :]
+                    left = tl.load(left_at, mask=(row < B)[:, None] & (part < H)[None, :], other=0.0)
+                    right_at = w_hh_ptr + (k * H + part)[:, None] * H + unit[None, :]
+                    right = tl.load(right_at, mask=(part < H)[:, None] & (unit < H)[None, :], other=0.0)
                     back = dot(left, right, back, "ieee")
             tl.debug_barrier()  # where all steps share the memory of one
         if mask_ptr is not None:

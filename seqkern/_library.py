@@ -75,7 +75,6 @@ def _load() -> ctypes.CDLL:
 
 
 _extension = _load()
-    runpy.run_path("/work/h/p_scratch.py")
 _OPS: dict[str, Any] = {name: getattr(torch.ops.seqkern, name).default for name in SLICES}
 
 
