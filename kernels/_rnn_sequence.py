@@ -83,8 +83,9 @@ def sequence_forward_kernel(
     for step in range(T):
         t = time_of(step, T, backwards)
         _, active, reset = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
-        ahead = time_of(step + 1, T, backwards)
-        x_ahead = _input_tiles(x_ptr, x_strides, ahead, d, row, column, mask, T, H, G, ACC, ALIGNED)
+        if SLICE == 0:
+            ahead = time_of(step + 1, T, backwards)
+            x_ahead = _input_tiles(x_ptr, x_strides, ahead, d, row, column, mask, T, H, G, ACC, ALIGNED)
         h = tl.where(reset[:, None], 0.0, h)
         c = tl.where(reset[:, None], 0.0, c)
         operand = rounded(h, DTYPE)
@@ -111,6 +112,7 @@ def sequence_forward_kernel(
                     right_at = w_hh_ptr + (k * H + unit)[:, None] * H + part[None, :]
                     right = tl.load(right_at, mask=(unit < H)[:, None] & (part < H)[None, :], other=0.0)
                     product += (dot(left, tl.trans(right), sums[k], "ieee"),)
+            x = _input_tiles(x_ptr, x_strides, t, d, row, column, mask, T, H, G, ACC, ALIGNED)
         a = preactivations(x, product, None, None, H, column, mask, 0.0, CELL, G, ACC)
         if bias_ptr is not None:
             z = a
@@ -124,7 +126,8 @@ def sequence_forward_kernel(
         else:
             new = new_h(gates, h, CELL)
         h = tl.where(active[:, None], new, h)
-        x = x_ahead
+        if SLICE == 0:
+            x = x_ahead
         tl.debug_barrier()  # in place, and the operand: every thread has read before any writes
         stored = ((d * T + t) * B + row)[:, None]
         if gates_ptr is not None:
@@ -239,25 +242,35 @@ def sequence_backward_kernel(
 # fmt: on
 # ---- plans --------------------------------------------------------------------------------------------------------
 
-# The largest hidden size of each cell, forward and backward, for which nothing spills; see `aot_configurations`.
-_LARGEST = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 128}
 
-
-def takes_sequence(problem, limit, backward=False):
+def takes_sequence(problem, limit):
     """Whether these kernels serve the problem on a device with `limit` bytes of shared memory."""
-    plain = problem.norm is None and problem.peephole is None and not problem.zoneout_h and not problem.zoneout_c
-    return plain and problem.dtype in _LARGEST and problem.h <= _LARGEST[problem.dtype]
+    options = problem.norm is not None or problem.peephole is not None or problem.zoneout_h or problem.zoneout_c
+    block_h = _block(problem)
+    if options or problem.dtype == torch.float64:
+        return False
+    if problem.dtype == torch.float32:
+        return block_h <= 128
+    # The weights lie in shared memory as operands, and beside them h, or the gates' gradients.
+    shared = 2 * block_h * (GATES[problem.cell] * block_h + 96)
+    return block_h <= (128 if GATES[problem.cell] > 1 else 256) and shared <= limit
 
 
-def _tile(problem, backward):
-    """(constants, warps)."""
-    block_h = max(16, triton.next_power_of_2(problem.h))
-    slices = 0 if problem.dtype.itemsize == 2 else 16
-    return {"SLICE": slices, "BLOCK_B": 16, "BLOCK_H": block_h}, 4 if block_h <= 32 else 8
+def _block(problem):
+    return max(16, triton.next_power_of_2(problem.h))
 
 
-def _plan(name, kernel, problem, pointers, strides, backward):
-    tile, warps = _tile(problem, backward)
+def _tile(problem):
+    """(constants, warps), chosen so that nothing spills. float32: BLOCK_B 16 spills 48 to 136 bytes with 128 units."""
+    block_h = _block(problem)
+    warps = 4 if block_h <= 32 else 8
+    if problem.dtype == torch.float32:
+        return {"SLICE": 16, "BLOCK_B": 16 if block_h <= 64 else 8, "BLOCK_H": block_h}, warps
+    return {"SLICE": 0, "BLOCK_B": 16, "BLOCK_H": block_h}, warps
+
+
+def _plan(name, kernel, problem, pointers, strides):
+    tile, warps = _tile(problem)
     flat = [n for each in strides for n in each]
     constants = {
         "CELL": problem.cell,
@@ -268,7 +281,7 @@ def _plan(name, kernel, problem, pointers, strides, backward):
     }
     grid = (problem.d * triton.cdiv(problem.b, tile["BLOCK_B"]),)
     sizes = (problem.t, problem.b, problem.h, problem.d, int(problem.reverse))
-    return Launch(f"rnn_{name}", kernel, grid, (*pointers, *strides, *sizes), constants, warps)
+    return Launch(f"rnn_{name}", kernel, grid, (*pointers, *strides, *sizes), constants, warps, registers=255)
 
 
 def plan_forward(problem: Problem, x, h0, c0, w_hh, output, cells, gates):
@@ -280,7 +293,7 @@ def plan_forward(problem: Problem, x, h0, c0, w_hh, output, cells, gates):
         x, w_hh, problem.bias, problem.lengths, problem.resets, problem.mask, h0, c0, operand, output, h_n, c_n, cells,
         gates,
     )  # fmt: skip
-    launch = _plan("sequence_forward", sequence_forward_kernel, problem, pointers, (strides_of(x),), False)
+    launch = _plan("sequence_forward", sequence_forward_kernel, problem, pointers, (strides_of(x),))
     return (h_n, c_n), [launch]
 
 
@@ -297,5 +310,5 @@ def plan_backward(
         problem.resets, problem.mask, grad_x, grad_products, grad_h0, grad_c0,
     )  # fmt: skip
     strides = tuple((0, 0) if s is None else tuple(s.stride()[:2]) for s in (grad_output, grad_products))
-    launch = _plan("sequence_backward", sequence_backward_kernel, problem, pointers, strides, True)
+    launch = _plan("sequence_backward", sequence_backward_kernel, problem, pointers, strides)
     return (grad_h0, grad_c0), [launch]
