@@ -97,6 +97,20 @@ def prepare(
     )  # fmt: skip
 
 
+def single(h, cell):
+    """One step of one direction, without options."""
+    b, columns = h.shape
+    return Problem(cell, h.dtype, 1, b, columns, columns, 1, False, *(None,) * 7, 0.0, 0.0, 0.0, h.device)
+
+
+def row_sums(problem):
+    """What the scan adds the gradients of norm and peepholes up in, a row for each of the batch."""
+    return [
+        None if weight is None else weight.new_zeros((problem.d, problem.b, weight.size(1)))
+        for weight in (problem.norm, problem.peephole)
+    ]
+
+
 def longest(acc):
     """The longest rows that one program normalises: backward keeps some twenty tiles of them in registers."""
     return 1024 if acc == torch.float64 else 2048

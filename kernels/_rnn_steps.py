@@ -38,11 +38,9 @@ from ._rnn_cells import (
 )
 
 # Integers that must not be compiled in: nothing is compiled again when only lengths or sizes change.
-SIZES = [
-    "x_strides", "product_stride", "h_stride", "c_stride", "grad_strides", "direct_stride", "grad_c_stride",
-    "grad_h_gates_strides", "hidden_strides", "grad_new_strides", "threshold_h", "threshold_c", "T", "B", "H", "P",
-    "D", "reverse", "step",
-]  # fmt: skip
+_STRIDES = ["x_strides", "product_stride", "h_stride", "c_stride", "grad_strides", "direct_stride", "grad_c_stride"]
+_STRIDES += ["grad_h_gates_strides", "hidden_strides", "grad_new_strides"]
+SIZES = [*_STRIDES, "threshold_h", "threshold_c", "T", "B", "H", "P", "D", "reverse", "step"]
 
 # fmt: off
 # Signatures are kept in groups: pointers, strides, options, sizes, then what the kernel is compiled for.
@@ -50,30 +48,8 @@ SIZES = [
 
 @triton.jit
 def _settle(
-    new,
-    h,
-    active,
-    t,
-    backwards,
-    d,
-    row,
-    first,
-    column,
-    mask,
-    lengths_ptr,
-    resets_ptr,
-    mask_ptr,
-    seed_ptr,
-    h_new_ptr,
-    operand_ptr,
-    output_ptr,
-    threshold,
-    p,
-    T,
-    B,
-    P,
-    D,
-    EXPECTED: tl.constexpr,
+    new, h, active, t, backwards, d, row, first, column, mask, lengths_ptr, resets_ptr, mask_ptr, seed_ptr,
+    h_new_ptr, operand_ptr, output_ptr, threshold, p, T, B, P, D, EXPECTED: tl.constexpr,
 ):
     """Zoneout of h, and its stores: the state, the row of the output, and the operand of the next product."""
     new = zone(new, h, seed_ptr, 0, t, d, row, first, threshold, p, T, B, EXPECTED)
@@ -94,47 +70,12 @@ def _settle(
 
 @triton.jit(do_not_specialize=SIZES)
 def cell_forward_kernel(
-    x_ptr,
-    product_ptr,
-    bias_ptr,
-    norm_ptr,
-    peephole_ptr,
-    lengths_ptr,
-    resets_ptr,
-    mask_ptr,
-    seed_ptr,
-    h_ptr,
-    c_ptr,
-    h_new_ptr,
-    c_new_ptr,
-    operand_ptr,
-    output_ptr,
-    cells_ptr,
-    gates_ptr,
-    products_ptr,
-    hidden_ptr,
-    x_strides,
-    product_stride,
-    h_stride,
-    c_stride,
-    threshold_h,
-    threshold_c,
-    p_h: tl.float64,
-    p_c: tl.float64,
-    eps: tl.float64,
-    T,
-    B,
-    H,
-    D,
-    reverse,
-    step,
-    CELL: tl.constexpr,
-    G: tl.constexpr,
-    EXPECTED: tl.constexpr,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    x_ptr, product_ptr, bias_ptr, norm_ptr, peephole_ptr, lengths_ptr, resets_ptr, mask_ptr, seed_ptr,
+    h_ptr, c_ptr, h_new_ptr, c_new_ptr, operand_ptr, output_ptr, cells_ptr, gates_ptr, products_ptr, hidden_ptr,
+    x_strides, product_stride, h_stride, c_stride, threshold_h, threshold_c, p_h: tl.float64, p_c: tl.float64,
+    eps: tl.float64, T, B, H, D, reverse, step,
+    CELL: tl.constexpr, G: tl.constexpr, EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """One step of all directions. `gates` may be the memory of x, `h_new` and `c_new` that of h and c."""
     H = aligned(H, ALIGNED)
@@ -187,56 +128,16 @@ def cell_forward_kernel(
         if CELL != LSTM:
             new = new_h(gates, h, CELL)
         _settle(
-            new,
-            h,
-            active,
-            t,
-            backwards,
-            d,
-            row,
-            first,
-            column,
-            mask,
-            lengths_ptr,
-            resets_ptr,
-            mask_ptr,
-            seed_ptr,
-            h_new_ptr,
-            operand_ptr,
-            output_ptr,
-            threshold_h,
-            scalar(p_h, ACC),
-            T,
-            B,
-            H,
-            D,
-            EXPECTED,
+            new, h, active, t, backwards, d, row, first, column, mask, lengths_ptr, resets_ptr, mask_ptr, seed_ptr,
+            h_new_ptr, operand_ptr, output_ptr, threshold_h, scalar(p_h, ACC), T, B, H, D, EXPECTED,
         )
 
 
 @triton.jit(do_not_specialize=SIZES)
 def state_forward_kernel(
-    projected_ptr,
-    lengths_ptr,
-    resets_ptr,
-    mask_ptr,
-    seed_ptr,
-    h_ptr,
-    operand_ptr,
-    output_ptr,
-    threshold_h,
-    p_h: tl.float64,
-    T,
-    B,
-    P,
-    D,
-    reverse,
-    step,
-    EXPECTED: tl.constexpr,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    projected_ptr, lengths_ptr, resets_ptr, mask_ptr, seed_ptr, h_ptr, operand_ptr, output_ptr,
+    threshold_h, p_h: tl.float64, T, B, P, D, reverse, step,
+    EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """Behind the projection: the end of the step of an LSTM whose h has P columns."""
     P = aligned(P, ALIGNED)
@@ -248,50 +149,15 @@ def state_forward_kernel(
     new = tl.load(projected_ptr + at, mask=mask, other=0.0).to(ACC)
     h = tl.where(reset[:, None], 0.0, tl.load(h_ptr + at, mask=mask, other=0.0))
     _settle(
-        new,
-        h,
-        active,
-        t,
-        backwards,
-        d,
-        row,
-        first,
-        column,
-        mask,
-        lengths_ptr,
-        resets_ptr,
-        mask_ptr,
-        seed_ptr,
-        h_ptr,
-        operand_ptr,
-        output_ptr,
-        threshold_h,
-        scalar(p_h, ACC),
-        T,
-        B,
-        P,
-        D,
-        EXPECTED,
+        new, h, active, t, backwards, d, row, first, column, mask, lengths_ptr, resets_ptr, mask_ptr, seed_ptr,
+        h_ptr, operand_ptr, output_ptr, threshold_h, scalar(p_h, ACC), T, B, P, D, EXPECTED,
     )
 
 
 @triton.jit(do_not_specialize=SIZES)
 def operand_kernel(
-    output_ptr,
-    h0_ptr,
-    lengths_ptr,
-    resets_ptr,
-    mask_ptr,
-    operands_ptr,
-    T,
-    B,
-    P,
-    D,
-    reverse,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    output_ptr, h0_ptr, lengths_ptr, resets_ptr, mask_ptr, operands_ptr, T, B, P, D, reverse,
+    ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """The operands of all products, (D, T, B, P), from the output; 0 for steps that are not active.
 
@@ -314,30 +180,10 @@ def operand_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def gates_kernel(
-    x_ptr,
-    products_ptr,
-    bias_ptr,
-    norm_ptr,
-    peephole_ptr,
-    lengths_ptr,
-    resets_ptr,
-    c0_ptr,
-    cells_ptr,
-    gates_ptr,
-    kept_ptr,
-    x_strides,
-    eps: tl.float64,
-    T,
-    B,
-    H,
-    D,
-    reverse,
-    CELL: tl.constexpr,
-    G: tl.constexpr,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    x_ptr, products_ptr, bias_ptr, norm_ptr, peephole_ptr, lengths_ptr, resets_ptr, c0_ptr, cells_ptr, gates_ptr,
+    kept_ptr, x_strides, eps: tl.float64, T, B, H, D, reverse,
+    CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """The gates of all steps, from all products (in the order of `slab`). kept: the products in the order of time."""
     H = aligned(H, ALIGNED)
@@ -373,25 +219,8 @@ def gates_kernel(
 
 @triton.jit
 def _arriving(
-    grad_output_ptr,
-    direct_ptr,
-    recurrent_ptr,
-    mask_ptr,
-    lengths_ptr,
-    resets_ptr,
-    grad_strides,
-    direct_stride,
-    active,
-    t,
-    backwards,
-    d,
-    row,
-    column,
-    mask,
-    T,
-    B,
-    P,
-    ACC: tl.constexpr,
+    grad_output_ptr, direct_ptr, recurrent_ptr, mask_ptr, lengths_ptr, resets_ptr, grad_strides, direct_stride,
+    active, t, backwards, d, row, column, mask, T, B, P, ACC: tl.constexpr,
 ):
     """(what the later steps send back to this step's h, the gradient of this step's h)."""
     at = (d * B + row)[:, None] * direct_stride + column
@@ -413,54 +242,14 @@ def _arriving(
 
 @triton.jit(do_not_specialize=SIZES)
 def cell_backward_kernel(
-    grad_output_ptr,
-    direct_ptr,
-    recurrent_ptr,
-    grad_hidden_ptr,
-    grad_c_ptr,
-    grad_cells_ptr,
-    gates_ptr,
-    cells_ptr,
-    c0_ptr,
-    output_ptr,
-    h0_ptr,
-    products_ptr,
-    norm_ptr,
-    peephole_ptr,
-    lengths_ptr,
-    resets_ptr,
-    mask_ptr,
-    seed_ptr,
-    grad_x_ptr,
-    grad_h_gates_ptr,
-    direct_new_ptr,
-    grad_c_new_ptr,
-    hidden_ptr,
-    norm_sums_ptr,
-    peephole_sums_ptr,
-    grad_strides,
-    direct_stride,
-    grad_c_stride,
-    grad_h_gates_strides,
-    hidden_strides,
-    threshold_h,
-    threshold_c,
-    p_h: tl.float64,
-    p_c: tl.float64,
-    eps: tl.float64,
-    T,
-    B,
-    H,
-    D,
-    reverse,
+    grad_output_ptr, direct_ptr, recurrent_ptr, grad_hidden_ptr, grad_c_ptr, grad_cells_ptr,
+    gates_ptr, cells_ptr, c0_ptr, output_ptr, h0_ptr, products_ptr, norm_ptr, peephole_ptr, lengths_ptr, resets_ptr,
+    mask_ptr, seed_ptr, grad_x_ptr, grad_h_gates_ptr, direct_new_ptr, grad_c_new_ptr, hidden_ptr, norm_sums_ptr,
+    peephole_sums_ptr, grad_strides, direct_stride, grad_c_stride, grad_h_gates_strides, hidden_strides,
+    threshold_h, threshold_c, p_h: tl.float64, p_c: tl.float64, eps: tl.float64, T, B, H, D, reverse,
     step,
-    CELL: tl.constexpr,
-    G: tl.constexpr,
-    EXPECTED: tl.constexpr,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    CELL: tl.constexpr, G: tl.constexpr, EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """One step of all directions. `direct_new` and `grad_c_new` may be the memory of `direct` and `grad_c`."""
     H = aligned(H, ALIGNED)
@@ -482,27 +271,12 @@ def cell_backward_kernel(
         grad = tl.load(grad_hidden_ptr + state, mask=live, other=0.0)
     else:
         later, grad = _arriving(
-            grad_output_ptr,
-            direct_ptr,
-            recurrent_ptr,
-            mask_ptr,
-            lengths_ptr,
-            resets_ptr,
-            grad_strides,
-            direct_stride,
-            active,
-            t,
-            backwards,
-            d,
-            row,
-            column,
-            mask,
-            T,
-            B,
-            H,
-            ACC,
+            grad_output_ptr, direct_ptr, recurrent_ptr, mask_ptr, lengths_ptr, resets_ptr, grad_strides, direct_stride,
+            active, t, backwards, d, row, column, mask, T, B, H, ACC,
         )
-        grad, beside = zone_backward(grad, seed_ptr, 0, t, d, row, first, threshold_h, scalar(p_h, ACC), T, B, EXPECTED)
+        grad, beside = zone_backward(
+            grad, seed_ptr, 0, t, d, row, first, threshold_h, scalar(p_h, ACC), T, B, EXPECTED
+        )
     gates = load_tiles(gates_ptr + stored * (R * H) + column, H, live, R, ACC)
     if CELL == LSTM:
         i, f, g, o = gates
@@ -586,29 +360,9 @@ def cell_backward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def state_backward_kernel(
-    grad_output_ptr,
-    direct_ptr,
-    recurrent_ptr,
-    lengths_ptr,
-    resets_ptr,
-    mask_ptr,
-    seed_ptr,
-    grad_new_ptr,
-    grad_strides,
-    grad_new_strides,
-    threshold_h,
-    p_h: tl.float64,
-    T,
-    B,
-    P,
-    D,
-    reverse,
-    step,
-    EXPECTED: tl.constexpr,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    grad_output_ptr, direct_ptr, recurrent_ptr, lengths_ptr, resets_ptr, mask_ptr, seed_ptr, grad_new_ptr,
+    grad_strides, grad_new_strides, threshold_h, p_h: tl.float64, T, B, P, D, reverse, step,
+    EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """Before the projection's transpose: the gradient of h^, of P columns, and what goes past the cell."""
     P = aligned(P, ALIGNED)
@@ -617,25 +371,8 @@ def state_backward_kernel(
     t = time_of(step, T, backwards)
     _, active, _ = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
     later, grad = _arriving(
-        grad_output_ptr,
-        direct_ptr,
-        recurrent_ptr,
-        mask_ptr,
-        lengths_ptr,
-        resets_ptr,
-        grad_strides,
-        P,
-        active,
-        t,
-        backwards,
-        d,
-        row,
-        column,
-        mask,
-        T,
-        B,
-        P,
-        ACC,
+        grad_output_ptr, direct_ptr, recurrent_ptr, mask_ptr, lengths_ptr, resets_ptr, grad_strides, P, active, t,
+        backwards, d, row, column, mask, T, B, P, ACC,
     )
     grad, beside = zone_backward(grad, seed_ptr, 0, t, d, row, first, threshold_h, scalar(p_h, ACC), T, B, EXPECTED)
     beside = tl.where(active[:, None], beside, later)
@@ -647,21 +384,8 @@ def state_backward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def first_state_kernel(
-    direct_ptr,
-    recurrent_ptr,
-    lengths_ptr,
-    resets_ptr,
-    mask_ptr,
-    grad_h0_ptr,
-    T,
-    B,
-    P,
-    D,
-    reverse,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    direct_ptr, recurrent_ptr, lengths_ptr, resets_ptr, mask_ptr, grad_h0_ptr, T, B, P, D, reverse,
+    ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """The gradient of h0: what the first step of each direction sends back."""
     P = aligned(P, ALIGNED)
@@ -669,25 +393,10 @@ def first_state_kernel(
     backwards = runs_backwards(d, reverse)
     t = time_of(-1, T, backwards)
     later, _ = _arriving(
-        None,
-        direct_ptr,
-        recurrent_ptr,
-        mask_ptr,
-        lengths_ptr,
-        resets_ptr,
-        (0, 0),
-        P,
-        row < 0,
-        t,
-        backwards,
-        d,
-        row,
-        column,
-        mask,
-        T,
-        B,
-        P,
-        ACC,
+        None, direct_ptr, recurrent_ptr, mask_ptr, lengths_ptr, resets_ptr, (0, 0), P, row < 0, t, backwards, d, row,
+        column, mask, T, B, P, ACC,
     )
     at = (d * B + row)[:, None] * P + column
     tl.store(grad_h0_ptr + at, rounded(later, grad_h0_ptr.dtype.element_ty), mask=mask)
+
+# fmt: on

@@ -34,7 +34,7 @@ class Case:
     """A call of the op."""
 
     cell: int = LSTM
-    steps: int = 4
+    steps: int = 3
     batch: int = 3
     inputs: int = 5
     hidden: int = 7
@@ -280,9 +280,9 @@ CASES = {
     "tanh by steps": Case(cell=RNN_TANH, by_steps=True, reverse=True),
     "relu": Case(cell=RNN_RELU, dtype=torch.bfloat16),
     "relu by steps": Case(cell=RNN_RELU, by_steps=True, directions=2),
-    "lengths": Case(directions=2, batch=5, lengths=(4, 0, 1, 3, 2)),
-    "lengths by steps": Case(directions=2, batch=5, lengths=(4, 0, 1, 3, 2), by_steps=True),
-    "GRU, lengths": Case(cell=GRU, directions=2, batch=5, lengths=(4, 0, 1, 3, 2), by_steps=True, keep=False),
+    "lengths": Case(directions=2, batch=5, lengths=(3, 0, 1, 2, 2)),
+    "lengths by steps": Case(directions=2, batch=5, lengths=(3, 0, 1, 2, 2), by_steps=True),
+    "GRU, lengths": Case(cell=GRU, directions=2, batch=5, lengths=(3, 0, 1, 2, 2), by_steps=True, keep=False),
     "resets": Case(directions=2, steps=6, resets=0.4, lengths=(6, 5, 3)),
     "resets by steps": Case(directions=2, steps=6, resets=0.4, lengths=(6, 5, 3), by_steps=True),
     "GRU, resets": Case(cell=GRU, reverse=True, steps=6, resets=0.4, mask=True, keep=False),
@@ -292,19 +292,19 @@ CASES = {
     "given, without bias": Case(given=True, cell=GRU, bias=False, dtype=torch.float16),
     "peepholes": Case(peephole=True, keep=False),
     "norm": Case(norm=True, directions=2),
-    "norm, recompute": Case(norm=True, keep=False, reverse=True, lengths=(4, 2, 0), peephole=True),
+    "norm, recompute": Case(norm=True, keep=False, reverse=True, lengths=(3, 2, 0), peephole=True),
     "GRU, norm": Case(cell=GRU, norm=True, hidden=17, resets=0.3),
     "GRU, norm, recompute": Case(cell=GRU, norm=True, keep=False, directions=2, given=True),
     "tanh, norm": Case(cell=RNN_TANH, norm=True, directions=2),
-    "projection": Case(projection=3, directions=2, lengths=(4, 1, 3)),
+    "projection": Case(projection=3, directions=2, lengths=(3, 1, 2)),
     "projection in bfloat16": Case(projection=8, hidden=16, dtype=torch.bfloat16, keep=False),
-    "zoneout": Case(zoneout=(0.4, 0.3), directions=2, lengths=(4, 0, 2)),
+    "zoneout": Case(zoneout=(0.4, 0.3), directions=2, lengths=(3, 0, 2)),
     "zoneout in evaluation": Case(zoneout=(0.4, 0.0), training=False, reverse=True),
     "GRU, zoneout": Case(cell=GRU, zoneout=(0.5, 0.0), hidden=17),
     "relu, zoneout in evaluation": Case(cell=RNN_RELU, zoneout=(0.5, 0.0), training=False, directions=2),
-    "everything": Case(**ALL, projection=3, peephole=True, lengths=(4, 2, 1)),
+    "everything": Case(**ALL, projection=3, peephole=True, lengths=(3, 2, 1)),
     "everything, recompute": Case(**ALL, projection=5, peephole=True, keep=False, given=True, strided=True),
-    "everything, GRU": Case(**ALL | {"zoneout": (0.3, 0.0)}, cell=GRU, lengths=(4, 0, 3), dtype=torch.float64),
+    "everything, GRU": Case(**ALL | {"zoneout": (0.3, 0.0)}, cell=GRU, lengths=(3, 0, 2), dtype=torch.float64),
     "no steps": Case(steps=0, directions=2),
     "no steps by steps": Case(steps=0, by_steps=True, norm=True),
     "only c": Case(grads="c"),
@@ -344,8 +344,8 @@ def extremes(device: str = "cpu") -> None:
 def sequences_apart(device: str = "cpu") -> None:
     """NaN in one sequence, and garbage where nothing is to be read, reach no other."""
     kernels = importlib.import_module("seqkern.kernels.rnn")
-    for cell, by_steps in ((LSTM, False), (GRU, False), (LSTM, True), (GRU, True)):
-        case = Case(cell=cell, batch=4, directions=2, lengths=(4, 2, 0, 3), by_steps=by_steps, device=device)
+    for cell, by_steps in ((LSTM, False), (GRU, True)):
+        case = Case(cell=cell, batch=4, directions=2, lengths=(3, 1, 0, 2), by_steps=by_steps, device=device)
         arguments = build(case, 3)
         never = mock.patch.object(kernels, "takes_sequence", return_value=False)
         with never if by_steps else mock.patch.dict({}):
@@ -372,7 +372,7 @@ def sequences_apart(device: str = "cpu") -> None:
                 assert torch.equal(left, right)
 
 
-RANDOM = range(1000, 1016)  # seeds of `sample`, beside the cases by name
+RANDOM = range(1000, 1004)  # seeds of `sample`, beside the cases by name
 
 
 def interpreted(*arguments: object) -> None:
@@ -410,7 +410,7 @@ def test_compiled_sizes(cell: int, hidden: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", [*RANDOM, *range(1100, 1160)])
+@pytest.mark.parametrize("seed", [*RANDOM, *range(1100, 1180)])
 def test_compiled_random(seed: int) -> None:
     check(sample(seed, "cuda"), seed)
 
