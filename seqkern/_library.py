@@ -265,8 +265,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
 
     Args:
         op: "scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode", "layer_norm",
-            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell",
-            "rnn_tanh_cell" or "rnn_relu_cell".
+            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
+            "gru_cell", "rnn_tanh_cell" or "rnn_relu_cell".
         tensors: the tensors that the op would get; device and dtype of the first decide.
 
     Raises:

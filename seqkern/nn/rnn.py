@@ -210,7 +210,7 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         )
         self._set_options(layer_norm, recurrent_dropout, zoneout, peephole, recompute)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input: Tensor | PackedSequence,
         hx: tuple[Tensor, Tensor] | None = None,
@@ -226,7 +226,8 @@ class GRU(_Recurrent, torch.nn.GRU):
     """`torch.nn.GRU` on seqkern's kernels: constructor, state_dict and meaning are torch's; options beyond it follow.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as `torch.nn.GRU`.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as
+            `torch.nn.GRU`.
         layer_norm: layer norms of the input's product and of the state's, with parameters `layer_norm_ih_l0.weight`,
             `layer_norm_ih_l0.bias`, `layer_norm_hh_l0.weight` and so on.
         recurrent_dropout, zoneout: probabilities, see `seqkern.gru`; at work in training mode.
@@ -273,7 +274,7 @@ class GRU(_Recurrent, torch.nn.GRU):
         )
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input: Tensor | PackedSequence,
         hx: Tensor | None = None,
@@ -326,7 +327,7 @@ class RNN(_Recurrent, torch.nn.RNN):
         )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input: Tensor | PackedSequence,
         hx: Tensor | None = None,

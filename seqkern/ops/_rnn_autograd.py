@@ -34,9 +34,10 @@ def run(
 ) -> tuple[Tensor, ...]:
     """output and h_n, and of an LSTM c_n and, if wanted, all c_t (D, T, B, H), by the backend's kernel or reference."""
     input, h0, c0, *constants = tensors
-    assert input is not None and h0 is not None
+    assert input is not None
+    assert h0 is not None
     directions, cell = h0.shape[0], numbers[-1]
-    flat = [t for tensors in lists for t in (tensors or [None] * directions)]
+    flat: list[Tensor | None] = [t for each in lists for t in (each or [None] * directions)]  # type: ignore[list-item]
     if backend == "reference":
         return _outputs(constants, numbers)(input, h0, c0, *flat)
     wanted = wants_gradient(input, h0, c0, *flat)
@@ -49,7 +50,7 @@ def run(
 def run_cell(backend: str, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
     """h and c after a step (c: of an LSTM)."""
     if backend == "reference":
-        return _step(x_gates, h_gates, h, c, cell)
+        return _step(x_gates, h_gates, h, c, cell=cell)
     wanted = wants_gradient(x_gates, h_gates, h, c)
     return apply(_RnnCell, _RnnCellEager, wanted, x_gates, h_gates, h, c, cell)[:2]
 
@@ -105,7 +106,7 @@ class _Rnn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         *inputs, output, cells, gates, products = ctx.saved_tensors
         tensors, flat = inputs[:_TENSORS], inputs[_TENSORS:]
-        input, h0 = tensors[:2]
+        h0 = tensors[1]
         needs, needs_flat = ctx.needs_input_grad[:_STATES], ctx.needs_input_grad[-len(flat) :]
         if gates is None:
             gates = products = cells.new_empty(0)
@@ -128,7 +129,7 @@ class _Rnn(torch.autograd.Function):
 
 
 class _RnnBackward(torch.autograd.Function):
-    """Gradients of output, h_n, c_n and cells, the tensors, what was kept, the numbers, two needs, weights -> gradients.
+    """Gradients of output, h_n, c_n, cells; tensors, what was kept, numbers, two needs, weights -> gradients.
 
     They are those of input, h0 and c0, and of the seven lists, each list's stacked; of shape (0) where not wanted.
     """
@@ -201,11 +202,11 @@ _RnnEager, _RnnBackwardEager = eager(_Rnn), eager(_RnnBackward)
 # ---- autograd: a cell ---------------------------------------------------------------------------------------------
 
 
-def _step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> tuple[Tensor, Tensor]:
+def _step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, *, cell: int) -> tuple[Tensor, Tensor]:
     """The reference in the dtype of its arguments: h and c after the step, c of shape (0) where there is none."""
     wide = torch.promote_types(h.dtype, torch.float32)
-    tensors = [None if t is None else t.to(wide) for t in (x_gates, h_gates, h, c)]
-    h_new, *c_new = reference.rnn_step(*tensors, cell)  # type: ignore[arg-type]
+    wide_c = None if c is None else c.to(wide)
+    h_new, *c_new = reference.rnn_step(x_gates.to(wide), h_gates.to(wide), h.to(wide), wide_c, cell)
     return h_new.to(h.dtype), c_new[0].to(h.dtype) if c_new else h.new_empty(0)
 
 
@@ -245,7 +246,7 @@ class _RnnCell(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        h, c = tangents(lambda *t: _step(*t, ctx.cell), ctx.saved_tensors[:4], directions[:4])
+        h, c = tangents(lambda *t: _step(*t, cell=ctx.cell), ctx.saved_tensors[:4], directions[:4])
         return h, c if ctx.cell == LSTM else None, None
 
 
@@ -275,7 +276,7 @@ class _RnnCellBackward(torch.autograd.Function):
     def formula(ctx: Any) -> Callable[..., Any]:
         def grads(grad_h: Tensor, grad_c: Tensor | None, *inputs: Any) -> Any:
             def some(*inputs: Any) -> Any:
-                h_new, c_new = _step(*inputs, ctx.cell)
+                h_new, c_new = _step(*inputs, cell=ctx.cell)
                 return h_new if grad_c is None else (h_new, c_new)
 
             found = gradients(some, inputs, grad_h if grad_c is None else (grad_h, grad_c))

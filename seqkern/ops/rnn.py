@@ -64,14 +64,14 @@ def lstm(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """A long short-term memory of one or more layers over whole sequences: `torch.nn.LSTM`'s meaning, and more.
 
-    i, f, o = sigmoid(W x_t + U h_{t-1} + b), g = tanh(likewise), c_t = f * c_{t-1} + i * g, h_t = o * tanh(c_t), and with
-    a projection W_hr of that. The state is kept in float32 (float64 for float64) from step to step, whatever the dtype
-    is. The equations with every option: seqkern/reference/rnn.py.
+    i, f, o = sigmoid(W x_t + U h_{t-1} + b), g = tanh(likewise), c_t = f * c_{t-1} + i * g, h_t = o * tanh(c_t), and
+    with a projection W_hr of that. The state is kept in float32 (float64 for float64) from step to step, whatever the
+    dtype is. The equations with every option: seqkern/reference/rnn.py.
 
     Args:
         input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
-        hx: h (num_layers * directions, B, P) and c (num_layers * directions, B, H) before the first step, in the input's
-            dtype; None for zeros. P is H, or the width of the projection.
+        hx: h (num_layers * directions, B, P) and c (num_layers * directions, B, H) before the first step, in the
+            input's dtype; None for zeros. P is H, or the width of the projection.
         weights: for every layer, and in it for every direction, w_ih (4H, I), w_hh (4H, P), then, unless no layer has
             any, b_ih (4H,) and b_hh (4H,), then, unless no layer has any, w_hr (P, H) with P < H: a flat list, as
             `torch.nn.LSTM.parameters()` gives it. Gates in the order i, f, g, o. I is directions * P from the second
@@ -86,13 +86,13 @@ def lstm(
         training: whether dropout, recurrent_dropout and zoneout are at work. All else is the same, gradients too.
         norms: layer norms (eps 1e-5) of W x, of U h and of c on its way to h: for every layer and direction the weight
             and bias of each, (4H,), (4H,), (4H,), (4H,), (H,), (H,), in any floating dtype; biases are added after.
-        peepholes: for every layer and direction (3, H), in the input's dtype: how i, f and o see the cell, o the new one.
+        peepholes: for every layer and direction (3, H), in the input's dtype: how i, f and o see the cell, o the new.
         recurrent_dropout: the probability with which an element of h is dropped on its way into U h, when `training`,
             the same elements at all steps of a sequence.
         zoneout: the probability with which an element of h, and of c, keeps its value of the step before, when
             `training`; otherwise, the mean of that. One number, or a pair: of h, of c.
-        resets: (T, B) bool, or (B, T) with batch_first: where True, the state is zero before step t, and for the reverse
-            direction after it: no direction sees across the border between t - 1 and t.
+        resets: (T, B) bool, or (B, T) with batch_first: where True, the state is zero before step t, and for the
+            reverse direction after it: no direction sees across the border between t - 1 and t.
         return_all_c: also return the cell states of the last layer at all steps.
         recompute: saves less for backward: gates are found again there, by one product over all steps.
         seed: one int64 number that decides every mask; None draws one from the device's generator
@@ -155,7 +155,8 @@ def gru(
 
     r, z = sigmoid(W x_t + U h_{t-1} + b), n = tanh(W_n x_t + b_n + r * (U_n h_{t-1} + b'_n)),
     h_t = (1 - z) * n + z * h_{t-1}. As in torch and cuDNN, the reset gate r stands after the recurrent product; Cho et
-    al. and most textbooks have it before, U_n (r * h), which is another function: `seqkern.reference.gru_cell` has both.
+    al. and most textbooks have it before, U_n (r * h), which is another function: `seqkern.reference.gru_cell` has
+    both.
 
     Args:
         input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
@@ -558,8 +559,8 @@ def _cell(
     x_gates, h_gates = F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh)
     # Under autocast the products are narrower than a state that is added to them.
     wide = torch.promote_types(x_gates.dtype, h.dtype) if cell in (LSTM, GRU) else x_gates.dtype
-    tensors = [None if t is None else t.to(wide) for t in (x_gates, h_gates, h, c)]
-    h_new, c_new = run_cell(backend_for(op, input), *tensors, cell)  # type: ignore[arg-type]
+    c = None if c is None else c.to(wide)
+    h_new, c_new = run_cell(backend_for(op, input), x_gates.to(wide), h_gates.to(wide), h.to(wide), c, cell)
     return (h_new, c_new) if cell == LSTM else h_new
 
 

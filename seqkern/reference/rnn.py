@@ -15,7 +15,7 @@ LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 
 
 def rnn(input: Tensor, h0: Tensor, c0: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    """output (T, B, D P) and h_n (D, B, P); of an LSTM also c_n (D, B, H) and all c_t, (D, T, B, H) in float32 or wider.
+    """output (T, B, D P) and h_n (D, B, P); of an LSTM also c_n (D, B, H) and c_t, (D, T, B, H) in float32 or wider.
 
     `arguments` are those of `scan`, without its first: of every list, one entry for each of the D directions, or none.
     Nothing is rounded from step to step. `h0` is (D, B, P), `c0` (D, B, H); H = P but for an LSTM with a projection.
@@ -23,26 +23,28 @@ def rnn(input: Tensor, h0: Tensor, c0: Tensor | None, *arguments: Any) -> tuple[
     lists, (*options, reverse) = arguments[:7], arguments[7:]
     runs = []
     for d in range(len(h0)):
-        own = [parameters[d] if parameters else None for parameters in lists]
+        own: Any = [parameters[d] if parameters else None for parameters in lists]
+        own += [*options, reverse or d == 1]
         gates = input if own[0] is not None else input.chunk(len(h0), -1)[d]
-        runs.append(scan(d, gates, h0[d], None if c0 is None else c0[d], *own, *options, reverse or d == 1))
+        runs.append(scan(d, gates, h0[d], None if c0 is None else c0[d], *own))
     outputs, h_n, c_n, cells = zip(*runs, strict=True)
     results = torch.cat(outputs, -1).to(input.dtype), torch.stack(h_n).to(input.dtype)
     return results if c0 is None else (*results, torch.stack(c_n).to(input.dtype), torch.stack(cells))
 
 
 def scan(
-    d: int, input: Tensor, h: Tensor, c: Any, w_ih: Any, w_hh: Tensor, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any,
-    norm: Any, lengths: Any, resets: Any, mask: Any, seed: Any, zoneout_h: float, zoneout_c: float, eps: float, cell: int,
-    backwards: bool,
+    d: int, input: Tensor, h: Any, c: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any,
+    norm: Any, lengths: Any, resets: Any, mask: Any, seed: Any, zoneout_h: float, zoneout_c: float, eps: float,
+    cell: int, backwards: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Direction d by itself. Without w_ih, `input` is W x + b already.
 
-    norm: the weight and the bias of a layer norm of U h, (G H,) each, and for an LSTM those of c, (H,), in one row. mask
+    norm: weight and bias of a layer norm of U h, (G H,) each, and for an LSTM those of c, (H,), in one row. mask
     (D, B, P): factors of h on its way into U h, the same at all steps (Gal and Ghahramani 2016). zoneout (Krueger et
     al. 2017): the old state stays where `seed` would drop the new with that probability; without seed, the mean of it.
     """
     wide = torch.promote_types(input.dtype, torch.float32)
+    x: Any
     x, h, c, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm = (
         None if t is None else t.to(wide) for t in (input, h, c, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm)
     )
@@ -61,7 +63,7 @@ def scan(
         h_gates = h_gates if norm is None else F.layer_norm(h_gates, (len(w_hh),), n_weight, n_bias, eps)
         h_gates = h_gates if b_hh is None else h_gates + b_hh
         if cell == LSTM:
-            norm_c = None if norm is None else lambda c: F.layer_norm(c, (hidden,), *of_c, eps)
+            norm_c = None if norm is None else lambda c: F.layer_norm(c, (hidden,), of_c[0], of_c[1], eps)
             new_h, new_c = lstm_cell(x[t], h_gates, old_c, (0, 0, 0) if peephole is None else peephole, norm_c)
             new_h = new_h if w_hr is None else F.linear(new_h, w_hr)
             new_c = _zoneout(old_c, new_c, zoneout_c, seed, ((2 * d + 1) * steps + t) * batch)
@@ -75,7 +77,7 @@ def scan(
     return torch.stack(outputs) if steps else empty[0], h, c, torch.stack(cells) if steps else empty[1]
 
 
-def rnn_step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> tuple[Tensor, ...]:
+def rnn_step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Any, cell: int) -> tuple[Tensor, ...]:
     """One step from complete products: h', and for an LSTM c'."""
     if cell == LSTM:
         return lstm_cell(x_gates, h_gates, c)
