@@ -55,6 +55,7 @@ def _settle(
     new = zone(new, h, seed_ptr, 0, t, d, row, first, threshold, p, T, B, EXPECTED)
     new = tl.where(active[:, None], new, h)
     at = (d * B + row)[:, None] * P + column
+    tl.debug_barrier()  # in place: every thread has read before any writes
     tl.store(h_new_ptr + at, rounded(new, h_new_ptr.dtype.element_ty), mask=mask)
     if output_ptr is not None:
         DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -105,8 +106,8 @@ def cell_forward_kernel(
         norm_ptr += d * (2 * G * H + (2 * H if CELL == LSTM else 0))
     a = preactivations(x, product, bias_ptr, norm_ptr, H, column, mask, eps, CELL, G, ACC)
     gates, c_new = activate(a, c, peephole_ptr, H, column, CELL, ACC)
+    tl.debug_barrier()  # in place: every thread has read before any writes
     if gates_ptr is not None:
-        tl.debug_barrier()  # in place: every thread has read before any writes
         store_tiles(gates_ptr + stored * (R * H) + column, H, mask, gates, R)
     if CELL == LSTM:
         if norm_ptr is not None:
@@ -326,6 +327,7 @@ def cell_backward_kernel(
             at = peephole_sums_ptr + (d * B + row)[:, None] * (3 * H) + column
             add_tiles(at, H, live, (grad_i * c, grad_f * c, grad_o * new), 3)
         beside_c = tl.where(reset[:, None], 0.0, tl.where(active[:, None], beside_c, later_c))
+        tl.debug_barrier()  # in place: every thread has read before any writes
         tl.store(grad_c_new_ptr + state, rounded(beside_c, grad_c_new_ptr.dtype.element_ty), mask=mask)
     else:
         h = grad
@@ -337,6 +339,7 @@ def cell_backward_kernel(
     if grad_hidden_ptr is None and direct_new_ptr is not None:
         # `reset` is applied when this is read: to the product as well
         beside = tl.where(active[:, None], beside, later)
+        tl.debug_barrier()  # in place, as above
         tl.store(direct_new_ptr + state, rounded(beside, direct_new_ptr.dtype.element_ty), mask=mask)
     if norm_ptr is not None:
         raw = load_tiles(products_ptr + stored * (G * H) + column, H, live, G, ACC)
@@ -376,6 +379,7 @@ def state_backward_kernel(
     )
     grad, beside = zone_backward(grad, seed_ptr, 0, t, d, row, first, threshold_h, scalar(p_h, ACC), T, B, EXPECTED)
     beside = tl.where(active[:, None], beside, later)
+    tl.debug_barrier()  # in place: every thread has read before any writes
     tl.store(direct_ptr + (d * B + row)[:, None] * P + column, beside, mask=mask)
     at = d * grad_new_strides[0] + slab(t, d, T) * grad_new_strides[1] + row * P
     grad = rounded(tl.where(active[:, None], grad, 0.0), grad_new_ptr.dtype.element_ty)

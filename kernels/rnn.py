@@ -135,7 +135,7 @@ def _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products):
     hidden, projected = None, None
     if w_hr is not None:
         hidden, projected = operand.new_empty((d, b, problem.h)), torch.empty_like(h)
-    rows = [None if s is None else s.view(d * b, -1) for s in (product, h, c)]
+    rows = [None if s is None else s.flatten(0, 1) for s in (product, h, c)]
     cell = plans.cell_forward(
         problem, x, *rows, *rows[1:], operand, output, cells, gates, products, hidden
     )  # fmt: skip
@@ -224,7 +224,9 @@ def rnn_bwd(
         return (*result, *(h0.new_empty(0) for _ in range(6)), h0.new_empty(0, dtype=acc))
     grad_w_ih, grad_b_ih, grad_w_hr, grad_peephole = (h0.new_empty(0) for _ in range(4))
     if w_ih:
-        grad_w_ih = _product(flat.t(), input.reshape(rows, input.size(2))).to(dtype).view(d, problem.width, -1)
+        grad_w_ih = (
+            _product(flat.t(), input.reshape(rows, input.size(2))).to(dtype).view(d, problem.width, input.size(2))
+        )
     turned = grad_products.reshape(d, rows, problem.width).transpose(1, 2)
     grad_w_hh = _product(turned, operands).to(dtype)
     grad_b_hh = flat.sum(0, dtype=acc).to(dtype).view(d, problem.width)
@@ -268,7 +270,7 @@ def _scan_back(
     direct = begin(grad_h_n, problem.p)
     grad_c = begin(grad_c_n, problem.h) if problem.cell == LSTM else None
     recurrent = torch.empty_like(direct)
-    flat_direct, flat_c = direct.view(d * b, -1), None if grad_c is None else grad_c.view(d * b, -1)
+    flat_direct, flat_c = direct.flatten(0, 1), None if grad_c is None else grad_c.flatten(0, 1)
     grad_hidden = None if w_hr is None else direct.new_empty((d, b, problem.h))
 
     def plan(back):

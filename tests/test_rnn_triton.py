@@ -19,8 +19,9 @@ from unittest import mock
 import pytest
 import torch
 
+import seqkern
 from seqkern import reference
-from seqkern.testing import poison
+from seqkern.testing import check_case, poison, rnn_case
 
 ROOT = Path(__file__).parent.parent
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
@@ -307,6 +308,8 @@ CASES = {
     "everything, GRU": Case(**ALL | {"zoneout": (0.3, 0.0)}, cell=GRU, lengths=(3, 0, 2), dtype=torch.float64),
     "no steps": Case(steps=0, directions=2),
     "no steps by steps": Case(steps=0, by_steps=True, norm=True),
+    "no batch": Case(batch=0, directions=2),
+    "no batch by steps": Case(batch=0, cell=GRU, by_steps=True, norm=True),
     "only c": Case(grads="c"),
     "only h": Case(grads="h", cell=GRU, directions=2),
     "only cells": Case(grads="s", by_steps=True),
@@ -372,6 +375,33 @@ def sequences_apart(device: str = "cpu") -> None:
                 assert torch.equal(left, right)
 
 
+def error_rule(device: str = "cpu") -> None:
+    """The functions, through dispatch and autograd, by the error rule: against torch in the same dtype."""
+    small = {"steps": 4, "batch": 3, "inputs": 5, "hidden": 9}
+    both: dict[str, Any] = small | {"bidirectional": True}
+    ragged: dict[str, Any] = both | {"lengths": (4, 1, 2)}
+    cases = {
+        "two layers": rnn_case("lstm", num_layers=2, **both),
+        "GRU": rnn_case("gru", **both | {"hidden": 17}),
+        "tanh": rnn_case("rnn_tanh", **small),
+        "relu": rnn_case("rnn_relu", bias=False, **small),
+        "lengths": rnn_case("lstm", **ragged),
+        "GRU, lengths, recompute": rnn_case("gru", recompute=True, **ragged),
+        "projection": rnn_case("lstm", projection=4, **both),
+        "norm and peepholes": rnn_case("lstm", norms=True, peepholes=True, **small),
+        "GRU, norm, recompute": rnn_case("gru", norms=True, recompute=True, **small),
+        "zoneout": rnn_case("lstm", zoneout=(0.3, 0.2), recurrent_dropout=0.3, resets=True, **small),
+        "GRU, zoneout in evaluation": rnn_case("gru", zoneout=(0.3, 0.0), training=False, resets=True, **small),
+        "saturated": rnn_case("lstm", std=30.0, **small),
+    }
+    with poison(), seqkern.use_backend("triton"):
+        for dtype in GPU_DTYPES:
+            for name, case in cases.items():
+                for report in check_case(case, dtype, device=device):
+                    assert report.passed, (name, dtype, str(report))
+
+
+GPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 RANDOM = range(1000, 1004)  # seeds of `sample`, beside the cases by name
 
 
@@ -391,7 +421,9 @@ def test_interpreted_random() -> None:
     interpreted(1100, 1300)
 
 
-GPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+@pytest.mark.slow
+def test_interpreted_error_rule() -> None:
+    interpreted("rule")
 
 
 @pytest.mark.gpu
@@ -427,6 +459,11 @@ def test_compiled_extremes() -> None:
 
 
 @pytest.mark.gpu
+def test_compiled_error_rule() -> None:
+    error_rule("cuda")
+
+
+@pytest.mark.gpu
 def test_compiled_sequences_apart() -> None:
     sequences_apart("cuda")
 
@@ -448,4 +485,7 @@ def main(first: int = RANDOM.start, last: int = RANDOM.stop) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1:] == ["rule"]:
+        error_rule()
+    else:
+        main(*map(int, sys.argv[1:]))
