@@ -1,53 +1,193 @@
-"""The LSTM layer against torch.nn.LSTM. torch.compile leaves an LSTM to eager, so eager is the only peer."""
+"""Recurrent layers against torch.nn: LSTM, GRU and RNN, both directions, ragged sequences, layer-normalised gates.
+
+torch.compile leaves a recurrent layer to eager, so eager is the only peer. Ragged sequences meet torch's packed ones,
+and the layer-normalised LSTM, which torch does not have, a Python loop over torch's ops.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import seqkern
-from benchmarks.harness import Contest, compete, forward_only
+from benchmarks.harness import Contest, Thunk, compete, forward_only
 from seqkern.ops._autograd import Cost
 from seqkern.ops.rnn import cost
-from seqkern.testing import check_case, lstm_case
+from seqkern.testing import check_case, rnn_case
 
 # batch, steps, width (input and hidden)
-SHAPES = [(1, 128, 256), (16, 64, 256), (32, 128, 256), (32, 64, 512)]
+SHAPES = [(16, 64, 256), (32, 128, 512), (1, 256, 256), (64, 32, 1024)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=[f"B{b}-T{t}-H{h}" for b, t, h in SHAPES])
+LAYERS: dict[str, tuple[type, type]] = {
+    "LSTM": (seqkern.nn.LSTM, torch.nn.LSTM),
+    "GRU": (seqkern.nn.GRU, torch.nn.GRU),
+    "RNN": (seqkern.nn.RNN, torch.nn.RNN),
+}
+
+NAMES = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=[f"B{b}-T{t}-H{h}" for b, t, h in SHAPES])
-def test_lstm(benchmark, shape, dtype, mode, device):
+@shapes
+@pytest.mark.parametrize("cell", LAYERS)
+def test_layer(benchmark, cell, shape, dtype, mode, device):
     batch, steps, hidden = shape
-    theirs = torch.nn.LSTM(hidden, hidden, device=device, dtype=dtype)
-    ours = seqkern.nn.LSTM(hidden, hidden, device=device, dtype=dtype)
-    ours.load_state_dict(theirs.state_dict())
+    ours, theirs = pair(cell, hidden, dtype, device)
     input = torch.randn(steps, batch, hidden, device=device).to(dtype)
-    make = forward_only if mode == "forward" else _training_step
-    calls = {"seqkern": make(ours, [input]), "torch": make(theirs, [input])}
-    work = cost(steps, batch, hidden, hidden, dtype, training=mode != "forward")
-    if mode == "forward+backward":
-        back = cost(steps, batch, hidden, hidden, dtype, backward=True)
+    contest(benchmark, cell, shape, dtype, mode, device, call(ours, mode, input), call(theirs, mode, input))
+
+
+@shapes
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_bidirectional(benchmark, cell, shape, dtype, mode, device):
+    batch, steps, hidden = shape
+    ours, theirs = pair(cell, hidden, dtype, device, bidirectional=True)
+    input = torch.randn(steps, batch, hidden, device=device).to(dtype)
+    contest(
+        benchmark, cell, shape, dtype, mode, device, call(ours, mode, input), call(theirs, mode, input),
+        bidirectional=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape", [s for s in SHAPES if s[0] > 1], ids=[f"B{b}-T{t}-H{h}" for b, t, h in SHAPES if b > 1]
+)
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_ragged(benchmark, cell, shape, dtype, mode, device):
+    """Three quarters of the tokens, the longest sequence of full length; torch gets them packed beforehand."""
+    batch, steps, hidden = shape
+    ours, theirs = pair(cell, hidden, dtype, device)
+    input = torch.randn(steps, batch, hidden, device=device).to(dtype)
+    lengths = torch.linspace(steps // 2, steps, batch).round().long()[torch.randperm(batch)]
+    packed = pack_padded_sequence(input, lengths, enforce_sorted=False)
+    contest(
+        benchmark, cell, shape, dtype, mode, device,
+        call(ours, mode, input, lengths=lengths.to(device)), call(theirs, mode, packed),
+        tokens=int(lengths.sum()), ragged=True,
+    )  # fmt: skip
+
+
+@shapes
+def test_layer_normalised(benchmark, shape, dtype, mode, device):
+    batch, steps, hidden = shape
+    ours = seqkern.nn.LSTM(hidden, hidden, layer_norm=True, device=device, dtype=dtype)
+    theirs = LoopedLayerNormLSTM(hidden).to(device, dtype)
+    input = torch.randn(steps, batch, hidden, device=device).to(dtype)
+    contest(
+        benchmark, "LSTM", shape, dtype, mode, device, call(ours, mode, input), call(theirs, mode, input),
+        layer_norm=True,
+    )  # fmt: skip
+
+
+class LoopedLayerNormLSTM(torch.nn.Module):
+    """Ba, Kiros and Hinton's cell step by step, as it is written with torch's ops."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w_ih = torch.nn.Linear(width, 4 * width, bias=False)
+        self.w_hh = torch.nn.Linear(width, 4 * width)
+        self.norm_ih, self.norm_hh = torch.nn.LayerNorm(4 * width), torch.nn.LayerNorm(4 * width)
+        self.norm_c = torch.nn.LayerNorm(width)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:
+        h = c = input.new_zeros(input.shape[1:])
+        outputs = []
+        for x in self.norm_ih(self.w_ih(input)):
+            gates = x + self.norm_hh(F.linear(h, self.w_hh.weight)) + self.w_hh.bias
+            i, f, g, o = gates.chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * self.norm_c(c).tanh()
+            outputs.append(h)
+        return torch.stack(outputs), None
+
+
+def pair(cell: str, hidden: int, dtype: torch.dtype, device: str, **options: Any) -> tuple[Any, Any]:
+    """A layer of each kind with the same weights."""
+    ours, theirs = (layer(hidden, hidden, device=device, dtype=dtype, **options) for layer in LAYERS[cell])
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def call(module: torch.nn.Module, mode: str, input: Any, **options: Any) -> Thunk:
+    """The forward pass, or that and the gradients of the input and of every weight."""
+
+    def outputs(x: Any) -> Tensor:
+        result = module(x, **options)[0]
+        return result if isinstance(result, Tensor) else result.data
+
+    if mode == "forward":
+        return forward_only(outputs, [input])
+    leaf = (input if isinstance(input, Tensor) else input.data).clone().requires_grad_()
+    x = leaf if isinstance(input, Tensor) else input._replace(data=leaf)
+    with torch.no_grad():
+        cotangent = torch.randn_like(outputs(x))
+    wanted = [leaf, *module.parameters()]
+    return lambda: torch.autograd.grad(outputs(x), wanted, cotangent)
+
+
+def contest(
+    benchmark: Any,
+    cell: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    mode: str,
+    device: str,
+    ours: Thunk,
+    theirs: Thunk,
+    *,
+    tokens: int | None = None,
+    bidirectional: bool = False,
+    ragged: bool = False,
+    layer_norm: bool = False,
+) -> None:
+    batch, steps, hidden = shape
+    directions, rows = (2 if bidirectional else 1), tokens or batch * steps
+    work = cost(rows, 1, hidden, hidden, dtype, cell=NAMES[cell], training=mode != "forward")
+    if mode != "forward":
+        back = cost(rows, 1, hidden, hidden, dtype, cell=NAMES[cell], backward=True)
         work = Cost(work.flops + back.flops, work.bytes + back.bytes)
-    case = lstm_case(min(steps, 32), batch, hidden, hidden)
+    kind = " both directions" * bidirectional + " ragged" * ragged + " layer norm" * layer_norm
+    steps_checked = min(steps, 32)
+    lengths = torch.linspace(steps_checked // 2, steps_checked, batch).long().tolist() if ragged else None
+    case = rnn_case(
+        NAMES[cell], steps_checked, batch, hidden, hidden,
+        bidirectional=bidirectional, lengths=lengths, norms=layer_norm,
+    )  # fmt: skip
+    name = "torch loop" if layer_norm else "torch packed" if ragged else "torch"
     compete(
         benchmark,
         Contest(
-            op="lstm",
+            op=cell + kind,
             shape=f"B{batch} T{steps} H{hidden}",
             mode=mode,
             dtype=dtype,
             device=device,
-            ours=calls.pop("seqkern"),
-            peers=calls,
+            ours=ours,
+            peers=dict([runnable(name, theirs)]),
             gate=lambda: check_case(case, dtype, device=device),
-            cost=work,
+            cost=Cost(directions * work.flops, directions * work.bytes),
         ),
     )
+    benchmark.extra_info["microseconds_per_step"] = benchmark.extra_info["milliseconds"] * 1e3 / steps
 
 
-def _training_step(module, inputs):
-    """Forward, and the gradients of the input and of every weight."""
-    input = inputs[0].clone().requires_grad_()
-    with torch.no_grad():
-        cotangent = torch.randn_like(module(input)[0])
-    return lambda: torch.autograd.grad(module(input)[0], [input, *module.parameters()], cotangent)
+def runnable(name: str, peer: Thunk) -> tuple[str, Callable[[], Any]]:
+    """torch's LSTM in bfloat16 needs oneDNN kernels that some processors have not: there it runs without oneDNN."""
+    try:
+        peer()
+    except RuntimeError as error:
+        if "primitive" not in str(error):
+            raise
+    else:
+        return name, peer
+
+    def without() -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return peer()
+
+    return f"{name}, oneDNN off", without

@@ -26,18 +26,25 @@ def table(cases: list[dict[str, Any]]) -> Table:
     )
     for column in ("op", "shape", "dtype", "mode"):
         result.add_column(column, no_wrap=True)
-    for column in ("seqkern ms", *(f"vs {name}" for name in peers), "GFLOP/s", "GB/s", "of roofline"):
+    stepwise = any("microseconds_per_step" in case for case in cases)
+    step_columns = ("us a step",) if stepwise else ()
+    for column in ("seqkern ms", *step_columns, *(f"vs {name}" for name in peers), "GFLOP/s", "GB/s", "of roofline"):
         result.add_column(column, justify="right", no_wrap=True)
     for case in cases:
         result.add_row(
             *(case[key] for key in ("op", "shape", "dtype", "mode")),
             f"{case['milliseconds']:.3f}",
+            *([_step(case)] if stepwise else []),
             *(_versus(case["peers"].get(name)) for name in peers),
             f"{case['gflops_per_second']:.1f}",
             f"{case['gbytes_per_second']:.1f}",
             f"{case['share_of_roofline']:.0%}",
         )
     return result
+
+
+def _step(case: dict[str, Any]) -> str:
+    return f"{case['microseconds_per_step']:.1f}" if "microseconds_per_step" in case else "-"
 
 
 def _versus(peer: dict[str, float] | None) -> str:

@@ -171,6 +171,17 @@ def _exponents(result: dict[str, Any], name: str, direction: str) -> str:
     return f"{optional(fit['time'])}, {optional(fit['memory'])}"
 
 
+def recurrent_table(result: dict[str, Any]) -> Table:
+    """Time of a step and share of GEMM, torch's and seqkern's."""
+    title = f"Recurrent layers of width {result['width']}, batch {result['batch']}, {result['steps']} steps, float32"
+    table = Table("layer", "work", "torch, a step", "seqkern, a step", "times faster", title=title)
+    for row in result["rows"]:
+        cells = (f"{seconds(t)}, {percent(row['share_of_gemm'][name])}" for name, t in row["step_seconds"].items())
+        table.add_row(row["layer"], row["work"], *cells, f"{row['speed_ratio']:.2f}")
+    table.caption = "share: of the speed of a matrix product"
+    return table
+
+
 def training_table(results: Sequence[dict[str, Any]]) -> Table:
     columns = ("model", "ops", "held-out bits/byte", "bytes/s", "memory of a step", "seconds")
     table = Table(*columns, title="Training on real text, the same seed and batches")

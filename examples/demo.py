@@ -1,8 +1,8 @@
 """The main job: what this machine runs, whether it is right, what attention costs, and two models that learn.
 
-Five parts, each also a program of its own: which kernel runs (python -m seqkern), examples.verification,
-examples.quadratic_cost, examples.training, examples.report. Under five minutes on two cores; ends with the path of a
-report that shows everything. Exits with 1 when a check fails.
+Six parts, each also a program of its own: which kernel runs (python -m seqkern), examples.verification,
+examples.quadratic_cost, examples.recurrent_cost, examples.training, examples.report. Under five minutes on two cores;
+ends with the path of a report that shows everything. Exits with 1 when a check fails.
 
     python -m examples.demo --text mybook.txt --out report
 """
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 import seqkern
-from examples import quadratic_cost, report, text, training, verification
+from examples import quadratic_cost, recurrent_cost, report, text, training, verification
 from examples.console import (
     checks_table,
     console,
     cost_table,
     kernels_table,
     machine_table,
+    recurrent_table,
     sample_panel,
     sweep_table,
     training_table,
@@ -36,6 +37,7 @@ from seqkern import _library
 
 # Of the budget, the share that goes to timing attention and LSTM; the other parts do a fixed amount of work.
 COST_SHARE = 0.2
+RECURRENT_SECONDS = 8.0
 QUICK_STEPS, QUICK_LONGEST = 30, 1024
 
 
@@ -68,6 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     for direction in quadratic_cost.DIRECTIONS:
         console.print(cost_table(cost, direction), variants_table(cost, direction))
 
+    recurrent = recurrent_cost.run_with_progress(1.0 if options.quick else RECURRENT_SECONDS)
+    console.print(recurrent_table(recurrent))
+
     baselines = text.baselines(corpus)
     trained = []
     for model, recipe in training.RECIPES.items():
@@ -89,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
             "verification": verified,
             "mean_sweep": sweep,
             "cost": cost,
+            "recurrent": recurrent,
             "text": {
                 "source": corpus.source,
                 "train": len(corpus.train),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import html.parser
+import itertools
 import json
 import math
 import subprocess
@@ -17,7 +18,19 @@ import torch
 from torch.nn import functional as F
 
 import seqkern
-from examples import console, demo, language_model, memory, plots, quadratic_cost, report, text, training, verification
+from examples import (
+    console,
+    demo,
+    language_model,
+    memory,
+    plots,
+    quadratic_cost,
+    recurrent_cost,
+    report,
+    text,
+    training,
+    verification,
+)
 from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
 
 ROOT = Path(__file__).parent.parent
@@ -428,6 +441,10 @@ def synthetic_results() -> dict[str, Any]:
         "cost": quadratic_cost.analyse(
             [*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)], RATES
         ),
+        "recurrent": {"batch": 16, "steps": 64, "width": 256, "rows": [
+            {"layer": "GRU", "work": "training", "step_seconds": {"torch": 2e-4, "seqkern": 5e-5}, "speed_ratio": 4.0,
+             "share_of_gemm": {"torch": 0.2, "seqkern": 0.8}}
+        ]},
         "text": {"source": "test", "train": 10, "held_out": 1,
                  "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
         "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final_steps": 50, "final": 0.02},
@@ -473,6 +490,8 @@ def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
         "1,000 billion operations per second in float32 and 4,000 billion operations per second in bfloat16." in source
     )
     assert "out of memory" in source
+    assert "50 us" in source
+    assert "80%" in source
     figures = {f"{name}.{kind}" for name in ("cost", "variants", "loss_transformer") for kind in ("png", "svg")}
     names = {"index.html", "results.json", *figures}
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -522,6 +541,27 @@ def test_numbers_are_written_with_units() -> None:
         "10 MB",
         "876 MB",
     ]
+
+
+@pytest.mark.parametrize("layer", recurrent_cost.LAYERS)
+def test_recurrent_layers_do_the_same_work(layer: str) -> None:
+    for work in recurrent_cost.PASSES:
+        calls, tokens = recurrent_cost.works(layer, work)
+        ours, theirs = (calls[name]() for name in ("seqkern", "torch"))
+        if work == "training":
+            for a, b in zip(ours[1:], theirs[1:], strict=True):  # of the weights, whatever the order of the tokens
+                torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+        assert tokens == (16 * 64 if "ragged" not in layer else 16 * 48)
+
+
+def test_recurrent_rows_have_times_and_shares() -> None:
+    rows = list(recurrent_cost.measure(0.0))
+    assert [(row["layer"], row["work"]) for row in rows] == list(
+        itertools.product(recurrent_cost.LAYERS, recurrent_cost.PASSES)
+    )
+    for row in rows:
+        assert all(0 < share < 2 for share in row["share_of_gemm"].values())
+        assert row["speed_ratio"] > 0
 
 
 @pytest.mark.slow
