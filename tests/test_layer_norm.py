@@ -25,15 +25,12 @@ def parameters(columns, dtype=torch.float64, **options):
     return [torch.randn(columns, dtype=dtype, **options) for _ in range(2)]
 
 
-@pytest.fixture(params=["direct", "direct, Python nodes", "op"])
+@pytest.fixture(params=["direct", "op"])
 def way(request, monkeypatch):
     """The kernel called with addresses, as small calls are, and through the dispatcher, as the others are."""
     if request.param == "op":
         monkeypatch.setattr(_direct, "LARGEST", 0)
-    if request.param == "direct, Python nodes":
-        _direct._connect(_direct.PYTHON_NODES)
-    yield request.param
-    _direct._connect(_direct.NODES)
+    return request.param
 
 
 # ---- accuracy -----------------------------------------------------------------------------------------------------

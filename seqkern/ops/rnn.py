@@ -364,7 +364,7 @@ def _network(
     if return_all_c:
         cells = cells.permute(1, 2, 0, 3).flatten(2).to(x.dtype)
     if batch_first:
-        x, cells = x.transpose(0, 1), cells.transpose(0, 1)
+        x, cells = x.transpose(0, 1), cells.transpose(0, 1) if return_all_c else cells
     return x, state_n[0], state_n[-1], cells
 
 
