@@ -33,7 +33,9 @@ def aot_configurations(limit, thorough):
         cases += [(cell, torch.float16, 64, "plain") for cell in cells]
         cases += [(cell, dtype, 256, name) for cell in cells for dtype in wide for name in ("lengths", "expected")]
         cases += [(cell, dtype, n, "all") for cell in cells for dtype in wide for n in (30, 1024, 2045, 2048)]
-        whole = [(cell, dtype, n, "lengths") for cell in cells for dtype in floats for n in (16, 30, 64, 100, 128, 256)]
+        whole = [
+            (cell, dtype, n, "lengths") for cell in cells for dtype in floats for n in (16, 30, 64, 100, 104, 128, 256)
+        ]
         whole += [(cell, dtype, n, "plain") for cell in cells for dtype in (*floats, torch.float16) for n in (64, 128)]
     for cell, dtype, n, name in cases:
         if n > plans.longest(accumulator(dtype)):

@@ -4,11 +4,14 @@ A program owns one direction and BLOCK_B rows of the batch, and walks all steps:
 weights of 16-bit layers in shared memory, loaded once, a (H, H) operand of the tensor cores for each gate. The gates of
 a unit come out in the same place of their tiles, so that nothing is exchanged between threads but h. float32, which
 gets no tensor cores, reads weights and operands again in slices, from the cache: whole, they would take hundreds of
-registers a thread. What a step reads of the input's product, 16-bit layers ask for a step ahead.
+registers a thread. What a step reads of the input's product is asked for a step ahead where registers
+allow.
 
 Lengths, resets and a recurrent mask are served here; whatever else there is takes the other way, step by step.
 
 What was tried, judged by the compiler's report (no GPU speed has been measured yet):
+- 128 units of bf16 with zx a step ahead: 254 or 255 registers and, as it happens, up to 56 bytes of spills on sm_100;
+- 100 units, whose elements are loaded one by one: 12 to 260 bytes. Such sizes beyond 64 go step by step;
 - float32 with zx a step ahead, or with 16 rows and 128 units: 48 to 144 bytes of spills; without, and with 8: none;
 - left to itself, ptxas would fit two programs of 128 registers and spill 40 bytes: a limit of 255 stops that;
 - 16 warps for 128 units in float32: 118 to 128 of the 128 registers that leaves, against 182 to 224 of 255 with 8.
@@ -59,7 +62,7 @@ def sequence_forward_kernel(
     x_ptr, w_hh_ptr, bias_ptr, lengths_ptr, resets_ptr, mask_ptr, h0_ptr, c0_ptr, operand_ptr, output_ptr, h_n_ptr,
     c_n_ptr, cells_ptr, gates_ptr, x_strides, T, B, H, D, reverse,
     CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """All steps of BLOCK_B sequences in one direction. SLICE 0: weights on chip. `gates` may be x."""
     H = aligned(H, ALIGNED)
@@ -85,13 +88,16 @@ def sequence_forward_kernel(
             weight_at = w_hh_ptr + (k * H + unit)[:, None] * H + unit[None, :]
             weight = tl.load(weight_at, mask=(unit < H)[:, None] & (unit < H)[None, :], other=0.0)
             weights += (tl.trans(weight),)
-    x = _input_tiles(x_ptr, x_strides, time_of(0, T, backwards), d, row, column, mask, T, H, G, ACC, ALIGNED)
+    if AHEAD:
+        x = _input_tiles(x_ptr, x_strides, time_of(0, T, backwards), d, row, column, mask, T, H, G, ACC, ALIGNED)
     for step in range(T):
         t = time_of(step, T, backwards)
         _, active, reset = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
-        if SLICE == 0:
+        if AHEAD:
             ahead = time_of(step + 1, T, backwards)
             x_ahead = _input_tiles(x_ptr, x_strides, ahead, d, row, column, mask, T, H, G, ACC, ALIGNED)
+        elif SLICE == 0:
+            x = _input_tiles(x_ptr, x_strides, t, d, row, column, mask, T, H, G, ACC, ALIGNED)
         h = tl.where(reset[:, None], 0.0, h)
         c = tl.where(reset[:, None], 0.0, c)
         operand = rounded(h, DTYPE)
@@ -118,6 +124,7 @@ def sequence_forward_kernel(
                     right_at = w_hh_ptr + (k * H + unit)[:, None] * H + part[None, :]
                     right = tl.load(right_at, mask=(unit < H)[:, None] & (part < H)[None, :], other=0.0)
                     product += (dot(left, tl.trans(right), sums[k], "ieee"),)
+        if SLICE > 0:
             x = _input_tiles(x_ptr, x_strides, t, d, row, column, mask, T, H, G, ACC, ALIGNED)
         a = preactivations(x, product, None, None, H, column, mask, 0.0, CELL, G, ACC)
         if bias_ptr is not None:
@@ -132,7 +139,7 @@ def sequence_forward_kernel(
         else:
             new = new_h(gates, h, CELL)
         h = tl.where(active[:, None], new, h)
-        if SLICE == 0:
+        if AHEAD:
             x = x_ahead
         tl.debug_barrier()  # in place, and the operand: every thread has read before any writes
         stored = ((d * T + t) * B + row)[:, None]
@@ -255,11 +262,14 @@ def takes_sequence(problem, limit):
     block_h = _block(problem)
     if options or problem.dtype == torch.float64:
         return False
+    if block_h > 64 and problem.h % 8:  # elements loaded one by one: spills
+        return False
     if problem.dtype == torch.float32:
         return block_h <= 128
+    if block_h > (128 if GATES[problem.cell] > 1 else 256):
+        return False
     # The weights lie in shared memory as operands, and beside them h, or the gates' gradients.
-    shared = 2 * block_h * (GATES[problem.cell] * block_h + 96)
-    return block_h <= (128 if GATES[problem.cell] > 1 else 256) and shared <= limit
+    return 2 * block_h * (GATES[problem.cell] * block_h + 96) <= limit
 
 
 def _block(problem):
@@ -267,7 +277,7 @@ def _block(problem):
 
 
 def _tile(problem):
-    """(constants, warps), chosen so that nothing spills. float32: BLOCK_B 16 spills 48 to 136 bytes with 128 units."""
+    """(constants, warps), chosen so that nothing spills."""
     block_h = _block(problem)
     warps = 4 if block_h <= 32 else 8
     if problem.dtype == torch.float32:
@@ -277,14 +287,15 @@ def _tile(problem):
 
 def _plan(name, kernel, problem, pointers, strides):
     tile, warps = _tile(problem)
-    flat = [n for each in strides for n in each]
     constants = {
         "CELL": problem.cell,
         "G": GATES[problem.cell],
         "ACC": TRITON_DTYPE[problem.acc],
-        "ALIGNED": all(n % 8 == 0 for n in (problem.h, *flat)),
+        "ALIGNED": all(n % 8 == 0 for n in (problem.h, *(n for each in strides for n in each))),
         **tile,
     }
+    if kernel is sequence_forward_kernel:
+        constants["AHEAD"] = tile["SLICE"] == 0 and tile["BLOCK_H"] <= 64
     grid = (problem.d * triton.cdiv(problem.b, tile["BLOCK_B"]),)
     sizes = (problem.t, problem.b, problem.h, problem.d, int(problem.reverse))
     return Launch(f"rnn_{name}", kernel, grid, (*pointers, *strides, *sizes), constants, warps, registers=255)
