@@ -60,15 +60,18 @@ def _call(module: torch.nn.Module, work: str, input: Any, **options: Any) -> Cal
     )
 
 
-def measure(budget: float) -> Iterator[dict[str, Any]]:
-    """A row for each layer and work, in about `budget` seconds: seconds of a step, and the share of GEMM's rate."""
+def measure(budget: float, least: int = 5) -> Iterator[dict[str, Any]]:
+    """A row for each layer and work: seconds of a step, and the share of GEMM's rate.
+
+    In about `budget` seconds, but at least so many rounds.
+    """
     rate = gemm_rates()["float32"]
     for layer, (kind, _) in LAYERS.items():
         for work in PASSES:
             calls, tokens = works(layer, work)
             for call in calls.values():
                 call()
-            seconds = time_in_turns(calls, budget / (len(LAYERS) * len(PASSES)), least=5, most=100)
+            seconds = time_in_turns(calls, budget / (len(LAYERS) * len(PASSES)), least=least, most=100)
             flops = cost(tokens, 1, WIDTH, WIDTH, torch.float32, cell=kind.lower()).flops
             if work == "training":
                 flops += cost(tokens, 1, WIDTH, WIDTH, torch.float32, cell=kind.lower(), backward=True).flops
