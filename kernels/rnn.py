@@ -1,316 +1,338 @@
-"""LSTM in Triton: the fused cell, and a layer as one matrix product a step around it.
+"""LSTM, GRU and RNN layers with every option, forward and backward, in Triton.
 
 The idea. Everything that does not wait for h_{t-1} leaves the loop: one GEMM gives what the input contributes to the
-gates of all steps, and after the backward scan one GEMM each gives grad_input, grad_w_ih and grad_w_hh. Inside the
-loop a step is one product with w_hh and one kernel, which adds the products and the biases, applies the four gates
-and the state update, and keeps the gates for the backward pass where their preactivations were.
+gates of all steps, and after the backward scan one GEMM each gives grad_input and the gradients of the weights. For
+the scan itself there are two ways:
 
-The equations (Hochreiter & Schmidhuber 1997; Jurafsky & Martin 9.19-9.26; gate order i f g o as in torch):
+- small hidden sizes (`_rnn_sequence.py`): one program for a direction and a tile of the batch walks all steps, with
+  the weights, h and c on chip. Two sequences never meet, so nothing is synchronised between programs;
+- all others (`_rnn_steps.py`): a step is one product with w_hh, of both directions at once, and one kernel, which adds
+  products and biases, normalises, applies gates, zoneout, lengths and resets, and keeps what the backward pass needs.
 
-    a = w_ih x_t + w_hh h_{t-1} + b_ih + b_hh                i f o = sigmoid(a_i a_f a_o)      g = tanh(a_g)
-    c_t = f c_{t-1} + i g                                    h_t = o tanh(c_t)
-    dc = dc_t + dh_t o (1 - tanh(c_t)^2)                     dc_{t-1} = dc f
-    da_i = dc g i (1 - i)    da_f = dc c_{t-1} f (1 - f)     da_g = dc i (1 - g^2)    da_o = dh_t tanh(c_t) o (1 - o)
-    dh_{t-1} = w_hh^T da
+The equations (Hochreiter & Schmidhuber 1997; Gers & Schmidhuber 2000: peepholes; Cho et al. 2014 in torch's order of
+the reset gate; Ba, Kiros & Hinton 2016: layer norm; Krueger et al. 2017: zoneout; Sak et al. 2014: projection):
 
-Preactivations, gates, cell states and the gradients that pass from step to step are float32 (float64 for float64):
-for bf16 and fp16 the products write float32 directly, so h_t is the only thing that is rounded in the loop.
+    zx = w_ih x_t + b_ih        zh = N(w_hh (h m)) + b_hh        h, c = 0 before a step that resets
+    LSTM  i f = s(zx + zh + p c)    g = tanh(zx + zh)    c~ = f c + i g    o = s(zx + zh + p_o c~)
+          h~ = o tanh(Nc(c~))       h^ = w_hr h~, or h~
+    GRU   r z = s(zx + zh)          n = tanh(zx + r zh)                    h^ = (1 - z) n + z h
+    RNN   h^ = tanh(zx + zh) or relu(zx + zh)
+    zoneout   c_t = c or c~         h_t = h or h^          (where a mask says so; in evaluation their expectation)
+
+    dh^ = dh_t where h_t is h^      do = dh~ tanh(Nc(c~))
+    dc~ = dc_t (where c_t is c~) + Nc'(dh~ o tanh') + p_o da_o
+    da_i = dc~ g i (1 - i)          da_f = dc~ c f (1 - f)          da_g = dc~ i (1 - g^2)          da_o = do o (1 - o)
+    dc = dc~ f + p_i da_i + p_f da_f                                dh = m w_hh^T N'(da)
+    da_n = dh^ (1 - z) (1 - n^2)    da_r = da_n q r (1 - r)         da_z = dh^ (h - n) z (1 - z)    dh += z dh^
+
+Preactivations, gates, states and the gradients that pass from step to step are float32 (float64 for float64): for
+bf16 and fp16 the products write float32 directly, so h, as operand of the next product, is all that is rounded in the
+loop. The gradients of norm weights and peepholes are summed in the loop, a row of the batch each, and then over the
+rows: a fixed order. An inactive step leaves zeros where the GEMMs behind the scan read.
 
 No GPU speed has been measured yet. A step is two launches from Python, which short steps will not hide; nothing in
 the loop waits for the device, so a caller may capture it in a CUDA graph.
 """
 
 import torch
-import triton
-import triton.language as tl
 
-from ._common import TRITON_DTYPE, Launch, accumulator, aligned, run, unit_last
+from . import _rnn_plans as plans
+from ._common import accumulator, run, shared_memory, unit_last
+from ._rnn_aot import aot_configurations
+from ._rnn_plans import GRU, LSTM, stack
+from ._rnn_sequence import plan_backward as plan_sequence_backward
+from ._rnn_sequence import plan_forward as plan_sequence_forward
+from ._rnn_sequence import takes_sequence
 
-
-@triton.jit
-def _sigmoid(x):
-    """1 / (1 + e^-x). For x -> -inf e^-x becomes infinite and 1 / inf is 0: no NaN."""
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _tanh(x):
-    """tanh to a few ulp everywhere.
-
-    From |x| = 0.625 on 1 - 2 / (e^2|x| + 1), which saturates without NaN. Nearer to 0 that is the difference of two
-    ones: there x + x^3 P(x^2) / Q(x^2), the rational function of Cephes (tanh.c). One division serves both.
-    """
-    size = tl.abs(x)
-    z = x * x
-    p = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
-    q = ((z + 1.12811678491631932402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
-    small = size < 0.625
-    top = tl.where(small, size * z * p, -2.0)
-    bottom = tl.where(small, q, tl.exp(2.0 * size) + 1.0)
-    y = tl.where(small, size, 1.0) + top / bottom
-    return tl.where(x < 0, -y, y)
+__all__ = ["aot_configurations", "rnn_bwd", "rnn_cell_bwd", "rnn_cell_fwd", "rnn_fwd"]
 
 
-@triton.jit
-def _load_gates(pointer, at, mask, H, ACC: tl.constexpr):
-    """The tiles i, f, g, o of a row of 4 H."""
-    i = tl.load(pointer + at, mask=mask, other=0.0).to(ACC)
-    f = tl.load(pointer + at + H, mask=mask, other=0.0).to(ACC)
-    g = tl.load(pointer + at + 2 * H, mask=mask, other=0.0).to(ACC)
-    o = tl.load(pointer + at + 3 * H, mask=mask, other=0.0).to(ACC)
-    return i, f, g, o
-
-
-@triton.jit
-def _store_gates(pointer, at, mask, H, i, f, g, o):
-    dtype: tl.constexpr = pointer.dtype.element_ty
-    tl.store(pointer + at, i.to(dtype), mask=mask)
-    tl.store(pointer + at + H, f.to(dtype), mask=mask)
-    tl.store(pointer + at + 2 * H, g.to(dtype), mask=mask)
-    tl.store(pointer + at + 3 * H, o.to(dtype), mask=mask)
-
-
-@triton.jit
-def _position(B, H, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The rows (BLOCK_B, 1) and units (1, BLOCK_H) of this program, and the mask of those that exist."""
-    blocks = tl.cdiv(H, BLOCK_H)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
-    unit = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-    return row, unit, (row < B) & (unit < H)
-
-
-@triton.jit(do_not_specialize=["gates_stride", "recurrent_stride", "c_stride", "B", "H"])
-def _cell_forward_kernel(
-    gates_ptr,
-    recurrent_ptr,
-    bias_ptr,
-    c_ptr,
-    h_ptr,
-    c_new_ptr,
-    activated_ptr,
-    gates_stride,
-    recurrent_stride,
-    c_stride,
-    B,
-    H,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """(BLOCK_B, BLOCK_H) cells a program. `recurrent` and `bias` may be None; `activated` may be `gates` itself."""
-    H = aligned(H, ALIGNED)
-    row, unit, mask = _position(B, H, BLOCK_B, BLOCK_H)
-    at = row * H + unit
-    c = tl.load(c_ptr + row * aligned(c_stride, ALIGNED) + unit, mask=mask, other=0.0).to(ACC)
-    i, f, g, o = _load_gates(gates_ptr, row * aligned(gates_stride, ALIGNED) + unit, mask, H, ACC)
-    if recurrent_ptr is not None:
-        at_r = row * aligned(recurrent_stride, ALIGNED) + unit
-        i_r, f_r, g_r, o_r = _load_gates(recurrent_ptr, at_r, mask, H, ACC)
-        i, f, g, o = i + i_r, f + f_r, g + g_r, o + o_r
-    if bias_ptr is not None:
-        i_b, f_b, g_b, o_b = _load_gates(bias_ptr, unit, unit < H, H, ACC)
-        i, f, g, o = i + i_b, f + f_b, g + g_b, o + o_b
-    i, f, g, o = _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
-    c = f * c + i * g
-    tl.store(h_ptr + at, (o * _tanh(c)).to(h_ptr.dtype.element_ty), mask=mask)
-    tl.store(c_new_ptr + at, c.to(c_new_ptr.dtype.element_ty), mask=mask)
-    tl.debug_barrier()  # in place: every thread has read before any writes
-    _store_gates(activated_ptr, row * (4 * H) + unit, mask, H, i, f, g, o)
-
-
-@triton.jit(do_not_specialize=["grad_h_stride", "grad_c_stride", "c_stride", "B", "H"])
-def _cell_backward_kernel(
-    grad_h_ptr,
-    recurrent_ptr,
-    grad_c_ptr,
-    activated_ptr,
-    c_ptr,
-    c_new_ptr,
-    grad_gates_ptr,
-    grad_c_prev_ptr,
-    grad_h_stride,
-    grad_c_stride,
-    c_stride,
-    B,
-    H,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """(BLOCK_B, BLOCK_H) cells a program.
-
-    `recurrent`, the part of dh that comes back through w_hh, may be None; `grad_c_prev` may be `grad_c` itself.
-    """
-    H = aligned(H, ALIGNED)
-    row, unit, mask = _position(B, H, BLOCK_B, BLOCK_H)
-    at = row * H + unit
-    grad_h_at = grad_h_ptr + row * aligned(grad_h_stride, ALIGNED) + unit
-    grad_c_at = grad_c_ptr + row * aligned(grad_c_stride, ALIGNED) + unit
-    i, f, g, o = _load_gates(activated_ptr, row * (4 * H) + unit, mask, H, ACC)
-    c = tl.load(c_ptr + row * aligned(c_stride, ALIGNED) + unit, mask=mask, other=0.0).to(ACC)
-    tanh_c = _tanh(tl.load(c_new_ptr + at, mask=mask, other=0.0).to(ACC))
-    grad_h = tl.load(grad_h_at, mask=mask, other=0.0).to(ACC)
-    if recurrent_ptr is not None:
-        grad_h += tl.load(recurrent_ptr + at, mask=mask, other=0.0).to(ACC)
-    grad_c = tl.load(grad_c_at, mask=mask, other=0.0).to(ACC) + grad_h * o * (1.0 - tanh_c * tanh_c)
-    grad_i = grad_c * g * i * (1.0 - i)
-    grad_f = grad_c * c * f * (1.0 - f)
-    grad_g = grad_c * i * (1.0 - g * g)
-    grad_o = grad_h * tanh_c * o * (1.0 - o)
-    _store_gates(grad_gates_ptr, row * (4 * H) + unit, mask, H, grad_i, grad_f, grad_g, grad_o)
-    tl.debug_barrier()  # in place: every thread has read before any writes
-    tl.store(grad_c_prev_ptr + at, (grad_c * f).to(grad_c_prev_ptr.dtype.element_ty), mask=mask)
-
-
-# ---- plans and launchers ------------------------------------------------------------------------------------------
-
-_CELLS = 512  # of a tile: 4 a thread, so that the few thousand cells of a step spread over the whole device
-
-
-def _plan(kernel, tensors, rows, b, h, acc):
-    """One launch of a cell kernel; `rows` are the tensors whose row stride it takes."""
-    block_h = min(128, max(16, triton.next_power_of_2(h)))
-    strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in rows)
-    constants = {
-        "ACC": TRITON_DTYPE[acc],
-        "ALIGNED": all(n % 8 == 0 for n in (h, *strides)),
-        "BLOCK_B": _CELLS // block_h,
-        "BLOCK_H": block_h,
-    }
-    grid = (triton.cdiv(b, constants["BLOCK_B"]) * triton.cdiv(h, block_h),)
-    name = kernel.__name__.strip("_").removesuffix("_kernel")
-    return Launch(f"lstm_{name}", kernel, grid, (*tensors, *strides, b, h), constants)
-
-
-def _plan_cell_forward(gates, recurrent, bias, c, h, c_new, activated):
-    tensors = (gates, recurrent, bias, c, h, c_new, activated)
-    return _plan(_cell_forward_kernel, tensors, (gates, recurrent, c), *h.shape, activated.dtype)
-
-
-def _plan_cell_backward(grad_h, recurrent, grad_c, activated, c, c_new, grad_gates, grad_c_prev):
-    tensors = (grad_h, recurrent, grad_c, activated, c, c_new, grad_gates, grad_c_prev)
-    return _plan(_cell_backward_kernel, tensors, (grad_h, grad_c, c), *grad_h.shape, activated.dtype)
-
-
-def lstm_cell_fwd(gates, c):
-    """The launcher behind `seqkern::lstm_cell_fwd`: (h, c_new, activated)."""
-    gates, c = unit_last(gates), unit_last(c)
-    h = gates.new_empty(c.shape)
-    c_new = c.new_empty(c.shape)
-    activated = gates.new_empty(gates.shape, dtype=accumulator(gates.dtype))
-    run([_plan_cell_forward(gates, None, None, c, h, c_new, activated)], gates.device)
-    return h, c_new, activated
-
-
-def lstm_cell_bwd(grad_h, grad_c, activated, c, c_new):
-    """The launcher behind `seqkern::lstm_cell_bwd`: (grad_gates, grad_c_prev)."""
-    grad_h, grad_c, c = unit_last(grad_h), unit_last(grad_c), unit_last(c)
-    activated, c_new = activated.contiguous(), c_new.contiguous()
-    grad_gates = grad_h.new_empty(activated.shape)
-    grad_c_prev = c.new_empty(c.shape)
-    run([_plan_cell_backward(grad_h, None, grad_c, activated, c, c_new, grad_gates, grad_c_prev)], grad_h.device)
-    return grad_gates, grad_c_prev
-
-
-def _product(a, b):
-    """a @ b in the accumulator's dtype, without rounding to a shorter one in between."""
+def _product(a, b, out=None):
+    """a @ b, matrices or batches of them, in the accumulator's dtype, without rounding to a shorter one in between."""
     acc = accumulator(a.dtype)
+    if 0 in (*a.shape, b.size(-1)):  # nothing to add up, or nowhere
+        shape = (*a.shape[:-1], b.size(-1))
+        return a.new_zeros(shape, dtype=acc) if out is None else out.zero_()
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
     if a.dtype == acc:
-        return a @ b
+        return multiply(a, b) if out is None else multiply(a, b, out=out)
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=acc)
-    return a.to(acc) @ b.to(acc)  # interpreted: torch has no mixed product on the CPU
+        return multiply(a, b, out_dtype=acc) if out is None else multiply(a, b, out_dtype=acc, out=out)
+    return multiply(a.to(acc), b.to(acc), out=out)  # interpreted: torch has no mixed product on the CPU
 
 
-def _bias(b_ih, b_hh, acc):
-    """The sum of the biases that there are, or None."""
-    present = [bias.to(acc) for bias in (b_ih, b_hh) if bias is not None]
-    return sum(present[1:], start=present[0]) if present else None
+def _given_gates(input, problem):
+    """zx that came from outside, (D, T, B, G H)."""
+    return unit_last(input).unflatten(2, (problem.d, problem.width)).permute(2, 0, 1, 3)
 
 
-def lstm_fwd(input, h0, c0, w_ih, w_hh, b_ih, b_hh, reverse):
-    """The launcher behind `seqkern::lstm_fwd`: (output, cells, gates)."""
-    (t, b, _), n = input.shape, h0.size(1)
-    acc = accumulator(input.dtype)
-    output = input.new_empty((t, b, n))
-    cells = input.new_empty((t, b, n), dtype=acc)
-    gates = _product(input.reshape(t * b, input.size(2)), w_ih.t()).view(t, b, 4 * n)
-    bias = _bias(b_ih, b_hh, acc)
-    h, c = h0, unit_last(c0)
-    for step in reversed(range(t)) if reverse else range(t):
-        recurrent = _product(h, w_hh.t())
-        at = gates[step]
-        run([_plan_cell_forward(at, recurrent, bias, c, output[step], cells[step], at)], input.device)
-        h, c = output[step], cells[step]
-    return output, cells, gates
+def _input_gates(input, w_ih, problem, memory=None):
+    """zx without biases, (D, T, B, G H), in the accumulator's dtype: in `memory` where that is given."""
+    if not w_ih:
+        return _given_gates(input, problem)
+    rows = problem.t * problem.b
+    if memory is None:
+        memory = input.new_empty((problem.d, problem.t, problem.b, problem.width), dtype=problem.acc)
+    flat = input.reshape(rows, input.size(2))
+    for weight, result in zip(w_ih, memory.view(problem.d, rows, problem.width).unbind(0), strict=True):
+        _product(flat, weight.t(), out=result)
+    return memory
 
 
-def lstm_bwd(
-    grad_output,
-    grad_h_n,
-    grad_c_n,
-    input,
-    h0,
-    c0,
-    w_ih,
-    w_hh,
-    output,
-    cells,
-    gates,
-    reverse,
-    need_input,
+def _first_operand(problem, h0):
+    """What the first product of each direction takes. Only the first direction can begin with a reset."""
+    operand = h0.to(problem.acc) * problem.mask if problem.mask is not None else h0
+    operand = operand.to(problem.dtype, copy=True, memory_format=torch.contiguous_format)
+    if problem.resets is not None and problem.t > 0 and not problem.reverse:
+        operand[0].masked_fill_(problem.resets[0].view(torch.bool)[:, None], 0)
+    return operand
+
+
+def rnn_fwd(
+    input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h,
+    zoneout_c, eps, cell, reverse, keep,
+):  # fmt: skip
+    """The launcher behind `seqkern::rnn_fwd`: (output, h_n, c_n, cells, gates, products), (0,) where not kept."""
+    problem = plans.prepare(
+        input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps,
+        cell, reverse,
+    )  # fmt: skip
+    t, b, d, acc = problem.t, problem.b, problem.d, problem.acc
+    h0 = h0.contiguous()
+    output = input.new_empty((t, b, d * problem.p))
+    cells, gates, products = (None,) * 3
+    if keep:
+        cells = h0.new_empty((d, t, b, problem.h), dtype=acc) if cell == LSTM else None
+        gates = h0.new_empty((d, t, b, problem.kept), dtype=acc)
+        products = h0.new_empty((d, t, b, problem.width), dtype=acc) if norm else None
+    x = _input_gates(input, w_ih, problem, gates if cell != GRU else None)
+
+    # A persistent kernel over several multiprocessors will stand between these two.
+    if not w_hr and takes_sequence(problem, shared_memory(input.device)):
+        h, c = _scan_whole(problem, x, h0, c0, stack(w_hh), output, cells, gates)
+    else:
+        h, c = _scan_steps(problem, x, h0, c0, stack(w_hh), stack(w_hr), output, cells, gates, products)
+    empty = h0.new_empty(0)
+    kept = tuple(h0.new_empty(0, dtype=acc) if each is None else each for each in (cells, gates, products))
+    return output, h.to(input.dtype), empty if c is None else c.to(input.dtype), *kept
+
+
+def _scan_whole(problem, x, h0, c0, w_hh, output, cells, gates):
+    """(h, c) behind the last step, from one launch."""
+    c0 = None if c0 is None else c0.contiguous()
+    (h, c), launches = plan_sequence_forward(problem, x, h0, c0, w_hh.contiguous(), output, cells, gates)
+    run(launches, output.device)
+    return h, c
+
+
+def _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products):
+    """(h, c) behind the last step, from a product and a launch a step (two of each with a projection)."""
+    d, b, acc, device = problem.d, problem.b, problem.acc, output.device
+    h = h0.to(acc, copy=True)
+    c = None if c0 is None else c0.to(acc, copy=True, memory_format=torch.contiguous_format)
+    operand = _first_operand(problem, h0)
+    product = h.new_empty((d, b, problem.width))
+    hidden, projected = None, None
+    if w_hr is not None:
+        hidden, projected = operand.new_empty((d, b, problem.h)), torch.empty_like(h)
+    rows = [None if s is None else s.flatten(0, 1) for s in (product, h, c)]
+    cell = plans.cell_forward(
+        problem, x, *rows, *rows[1:], operand, output, cells, gates, products, hidden
+    )  # fmt: skip
+    behind = [] if w_hr is None else [plans.state_forward(problem, projected, h, operand, output)]
+    w_hh = w_hh.transpose(1, 2)
+    for step in range(problem.t):
+        _product(operand, w_hh, out=product)
+        run([plans.at_step(cell, step)], device)
+        for launch in behind:
+            _product(hidden, w_hr.transpose(1, 2), out=projected)
+            run([plans.at_step(launch, step)], device)
+    return h, c
+
+
+def _found_again(problem, input, w_ih, x_products, c0, cells):
+    """(gates, products in the order of time) from the operands' products, where the forward pass kept nothing."""
+    shape = (problem.d, problem.t, problem.b)
+    gates = input.new_empty((*shape, problem.kept), dtype=problem.acc)
+    x = _input_gates(input, w_ih, problem, gates if problem.cell != GRU else None)
+    kept = None if problem.norm is None else torch.empty_like(x_products)
+    run([plans.all_gates(problem, x, x_products, c0, cells, gates, kept)], input.device)
+    return gates, kept
+
+
+def rnn_bwd(
+    grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm, lengths,
+    resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell, reverse, output, cells, gates, products, need_input,
     need_weights,
-):
-    """The launcher behind `seqkern::lstm_bwd`.
+):  # fmt: skip
+    """The launcher behind `seqkern::rnn_bwd`.
 
-    (grad_input, grad_h0, grad_c0, grad_w_ih, grad_w_hh, grad_bias), (0,) where not needed.
+    (grad_input, grad_h0, grad_c0, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh, grad_w_hr, grad_peephole, grad_norm),
+    (0,) where not needed.
     """
-    (t, b, n), dtype, acc = output.shape, input.dtype, accumulator(input.dtype)
-    grad_output, c0 = unit_last(grad_output), unit_last(c0)
-    output, cells, gates = output.contiguous(), cells.contiguous(), gates.contiguous()
-    grad_gates = input.new_empty((t, b, 4 * n))
-    grad_h = grad_h_n.to(acc, copy=True, memory_format=torch.contiguous_format)  # what comes from the later steps
-    grad_c = grad_c_n.to(acc, copy=True, memory_format=torch.contiguous_format)
-    order = range(t) if reverse else range(t)[::-1]
-    for position, step in enumerate(order, 1):
-        c = cells[order[position]] if position < t else c0
-        tensors = (grad_output[step], grad_h, grad_c, gates[step], c, cells[step], grad_gates[step], grad_c)
-        run([_plan_cell_backward(*tensors)], input.device)
-        grad_h = _product(grad_gates[step], w_hh)
+    problem = plans.prepare(
+        input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps,
+        cell, reverse,
+    )  # fmt: skip
+    t, b, h, p, d = problem.t, problem.b, problem.h, problem.p, problem.d
+    dtype, acc, device = problem.dtype, problem.acc, input.device
+    rows = t * b
+    h0, output = h0.contiguous(), output.contiguous()
+    c0, grad_cells = (None if each is None else each.contiguous() for each in (c0, grad_cells))
+    cells = cells.contiguous() if cell == LSTM else None
+    grad_output = None if grad_output is None else unit_last(grad_output)
+    w_hh, w_hr = stack(w_hh), stack(w_hr)
 
-    grad_input, grad_w_ih, grad_w_hh, grad_bias = (input.new_empty((0,)) for _ in range(4))
-    flat = grad_gates.view(t * b, 4 * n)
+    recompute = gates.numel() == 0 and rows > 0
+    operands = None
+    if need_weights or recompute:
+        operands = h0.new_empty((d, rows, p))
+        run([plans.operands(problem, output, h0, operands)], device)
+    if recompute:
+        all_products = _product(operands, w_hh.transpose(1, 2))
+        gates, products = _found_again(problem, input, w_ih, all_products, c0, cells)
+        del all_products
+    gates = gates.contiguous()
+    products = products.contiguous() if norm else None
+
+    # the gradients of zx, and of w_hh's product where they are others or lie in another order
+    grad_x = input.new_empty((t, b, d * problem.width))
+    apart = d > 1 or cell == GRU or norm
+    grad_products = _per_step(problem, problem.width, need_weights) if apart else grad_x.view(1, t, b, problem.width)
+    sums = norm_sums, peephole_sums = plans.row_sums(problem)
+    if w_hr is None and takes_sequence(problem, shared_memory(device)):
+        hidden, grad_hat = None, None
+        (grad_h0, grad_c0), launches = plan_sequence_backward(
+            problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, w_hh.contiguous(),
+            grad_x, grad_products if apart else None,
+        )  # fmt: skip
+        run(launches, device)
+    else:
+        hidden, grad_hat = (None if w_hr is None else _per_step(problem, n, need_weights) for n in (h, p))
+        grad_h0, grad_c0 = _scan_back(
+            problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh, w_hr,
+            grad_x, grad_products, apart, hidden, grad_hat, sums,
+        )  # fmt: skip
+
+    empty = h0.new_empty(0)
+    flat = grad_x.view(rows, d * problem.width)
+    grad_input = empty
     if need_input:
-        grad_input = (flat @ w_ih).view(input.shape)
-    if need_weights:
-        grad_w_ih = _product(flat.t(), input.reshape(t * b, input.size(2))).to(dtype)
-        # h_{t-1}: the output one step earlier, and h0 at the step that ran first
-        later, before = (slice(0, -1), slice(1, None)) if reverse else (slice(1, None), slice(0, -1))
-        grad_w_hh = _product(grad_gates[later].reshape(-1, 4 * n).t(), output[before].reshape(-1, n))
-        if t > 0:
-            grad_w_hh += _product(grad_gates[-1 if reverse else 0].t(), h0)
-        grad_w_hh = grad_w_hh.to(dtype)
-        grad_bias = flat.sum(0, dtype=acc).to(dtype)
-    return grad_input, grad_h.to(dtype), grad_c.to(dtype), grad_w_ih, grad_w_hh, grad_bias
+        grad_input = _product(flat, torch.cat(list(w_ih))).to(dtype).view(input.shape) if w_ih else grad_x
+    result = [grad_input, grad_h0.to(dtype), empty if grad_c0 is None else grad_c0.to(dtype)]
+    if not need_weights:
+        return (*result, *(h0.new_empty(0) for _ in range(6)), h0.new_empty(0, dtype=acc))
+    grad_w_ih, grad_b_ih, grad_w_hr, grad_peephole = (h0.new_empty(0) for _ in range(4))
+    if w_ih:
+        grad_w_ih = (
+            _product(flat.t(), input.reshape(rows, input.size(2))).to(dtype).view(d, problem.width, input.size(2))
+        )
+    turned = grad_products.reshape(d, rows, problem.width).transpose(1, 2)
+    grad_w_hh = _product(turned, operands).to(dtype)
+    grad_b_hh = flat.sum(0, dtype=acc).to(dtype).view(d, problem.width)
+    if w_ih:
+        grad_b_ih = grad_b_hh.clone()
+    grad_norm = h0.new_empty(0, dtype=acc)
+    if norm:
+        grad_norm = norm_sums.sum(1)
+    if cell == GRU:  # behind the norm, as the norm's own bias
+        width = problem.width
+        grad_b_hh = grad_norm[:, width : 2 * width] if norm else grad_products.sum((1, 2), dtype=acc)
+        grad_b_hh = grad_b_hh.to(dtype).contiguous()
+    if w_hr is not None:
+        turned = grad_hat.reshape(d, rows, p).transpose(1, 2)
+        grad_w_hr = _product(turned, hidden.reshape(d, rows, h)).to(dtype)
+    if peephole:
+        grad_peephole = peephole_sums.sum(1).view(d, 3, h).to(dtype)
+    return (*result, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh, grad_w_hr, grad_peephole, grad_norm)
 
 
-def aot_configurations(limit, thorough):
-    """The launches to compile ahead of time, as (name, launch); they do not depend on shared memory (`limit`).
+def _per_step(problem, columns, keep):
+    """(D, T, B, columns) in the dtype; without `keep` all times share the memory of one."""
+    t = problem.t if keep else 1
+    memory = torch.empty((problem.d, t, problem.b, columns), dtype=problem.dtype, device=problem.device)
+    return memory if keep else memory.expand(-1, problem.t, -1, -1)
 
-    Each as the cell alone and as a step of a layer. thorough adds hidden sizes and dtypes.
-    """
-    floats = (torch.bfloat16, torch.float32)
-    cases = [(dtype, 256) for dtype in floats]
-    if thorough:
-        cases = [(dtype, n) for dtype in (*floats, torch.float16, torch.float64) for n in (3, 64, 256, 1001)]
-    for dtype, n in cases:
-        h = torch.empty((32, n), dtype=dtype, device="meta")
-        c = h.new_empty(h.shape, dtype=accumulator(dtype))
-        gates, wide = h.new_empty((32, 4 * n)), c.new_empty((32, 4 * n))
-        label = f"{str(dtype).removeprefix('torch.')}-H{n}"
-        yield f"lstm_cell_forward-{label}", _plan_cell_forward(gates, None, None, h, h, h, wide)
-        yield f"lstm_step_forward-{label}", _plan_cell_forward(wide, wide, wide[0], c, h, c, wide)
-        yield f"lstm_cell_backward-{label}", _plan_cell_backward(h, None, h, wide, h, h, gates, h)
-        yield f"lstm_step_backward-{label}", _plan_cell_backward(h, c, c, wide, c, c, gates, c)
+
+def _scan_back(
+    problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh, w_hr, grad_x,
+    grad_products, apart, hidden, grad_hat, sums,
+):  # fmt: skip
+    """(grad_h0, grad_c0), from a launch and a product a step (two of each with a projection)."""
+    d, b, acc, device = problem.d, problem.b, problem.acc, output.device
+
+    def begin(grad, columns):
+        """What the later steps send back, at first what arrived at the final state."""
+        if grad is None:
+            return h0.new_zeros((d, b, columns), dtype=acc)
+        return grad.to(acc, copy=True, memory_format=torch.contiguous_format)
+
+    direct = begin(grad_h_n, problem.p)
+    grad_c = begin(grad_c_n, problem.h) if problem.cell == LSTM else None
+    recurrent = torch.empty_like(direct)
+    flat_direct, flat_c = direct.flatten(0, 1), None if grad_c is None else grad_c.flatten(0, 1)
+    grad_hidden = None if w_hr is None else direct.new_empty((d, b, problem.h))
+
+    def plan(back):
+        """The launches of a step; before the first there is no product that something came back through."""
+        cell = plans.cell_backward(
+            problem, grad_output, flat_direct, back, grad_hidden, flat_c, grad_cells, gates, cells, c0, output, h0,
+            products, grad_x, grad_products if apart else None, flat_direct, flat_c, hidden, *sums,
+        )  # fmt: skip
+        if w_hr is None:
+            return cell, None
+        return cell, plans.state_backward(problem, grad_output, direct, back, grad_hat)
+
+    cell, state = plan(None)
+    for step in reversed(range(problem.t)):
+        if state is not None:
+            run([plans.at_step(state, step)], device)
+            _product(_slab(grad_hat, problem, step), w_hr, out=grad_hidden)
+        run([plans.at_step(cell, step)], device)
+        _product(_slab(grad_products, problem, step), w_hh, out=recurrent)
+        if step == problem.t - 1:
+            cell, state = plan(recurrent)
+    grad_h0 = h0.new_empty((d, b, problem.p))
+    back = recurrent if problem.t > 0 else None
+    run([plans.first_state(problem, direct, back, grad_h0)], device)
+    return grad_h0, grad_c
+
+
+def _slab(each, problem, step):
+    """What a step of all directions wrote. One direction keeps the order of time, two that of the steps."""
+    return each[:, problem.t - 1 - step if problem.reverse else step]
+
+
+def rnn_cell_fwd(x_gates, h_gates, h, c, cell):
+    """The launcher behind `seqkern::rnn_cell_fwd`: (h_new, c_new, activated)."""
+    problem = plans.single(h, cell)
+    x_gates, h_gates, h = unit_last(x_gates), unit_last(h_gates), unit_last(h)
+    c = None if c is None else unit_last(c)
+    h_new = h.new_empty(h.shape)
+    c_new = h.new_empty(0) if c is None else h.new_empty(h.shape)
+    activated = h.new_empty((problem.b, problem.kept), dtype=problem.acc)
+    launch = plans.cell_forward(
+        problem, x_gates[None, None], h_gates, h, c, h_new, None if c is None else c_new, gates=activated
+    )
+    run([launch], h.device)
+    return h_new, c_new, activated
+
+
+def rnn_cell_bwd(grad_h, grad_c, h, c, c_new, activated, cell):
+    """The launcher behind `seqkern::rnn_cell_bwd`: (grad_x_gates, grad_h_gates, grad_h_prev, grad_c_prev)."""
+    problem = plans.single(h, cell)
+    empty = h.new_empty(0)
+    grad_x = h.new_empty((problem.b, problem.width))
+    grad_h_gates = h.new_empty((1, 1, problem.b, problem.width)) if cell == GRU else None
+    grad_h_prev = h.new_empty(h.shape) if cell == GRU else None
+    grad_c_prev = h.new_empty(h.shape) if cell == LSTM else None
+    grad_c = None if grad_c is None or cell != LSTM else unit_last(grad_c)
+    h, c = h.contiguous(), None if c is None else c.contiguous()
+    launch = plans.cell_backward(
+        problem, None, unit_last(grad_h), None, None, grad_c, None, activated.contiguous(), c, c, h, h, None, grad_x,
+        grad_h_gates, grad_h_prev, grad_c_prev, None, None, None,
+    )  # fmt: skip
+    run([launch], h.device)
+    grad_h_gates = empty if grad_h_gates is None else grad_h_gates[0, 0]
+    others = (h.new_empty(0) if each is None else each for each in (grad_h_prev, grad_c_prev))
+    return grad_x, grad_h_gates, *others

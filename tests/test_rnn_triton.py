@@ -1,0 +1,491 @@
+"""The Triton kernels of LSTM, GRU and RNN, every option, against the reference in float64: interpreted, or on a GPU.
+
+The launchers are called as the dispatcher calls them, with the ops' own arguments. The interpreter has to be chosen
+before the kernels are imported, so a process of its own (this file, run) does the work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import seqkern
+from seqkern import reference
+from seqkern.testing import check_case, poison, rnn_case
+
+ROOT = Path(__file__).parent.parent
+LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
+GATES, KEPT = (4, 3, 1, 1), (4, 4, 1, 1)
+LISTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "peephole", "norm")
+RESULTS = ("grad_input", "grad_h0", "grad_c0", *(f"grad_{name}" for name in LISTS))
+
+
+@dataclass
+class Case:
+    """A call of the op."""
+
+    cell: int = LSTM
+    steps: int = 3
+    batch: int = 3
+    inputs: int = 5
+    hidden: int = 7
+    directions: int = 1
+    reverse: bool = False
+    dtype: torch.dtype = torch.float32
+    projection: int | None = None
+    bias: bool = True
+    given: bool = False  # zx comes from outside
+    lengths: tuple[int, ...] | None = None
+    resets: float = 0.0  # share of the steps
+    mask: bool = False
+    peephole: bool = False
+    norm: bool = False
+    zoneout: tuple[float, float] = (0.0, 0.0)
+    training: bool = True
+    keep: bool = True  # False: backward finds the gates again
+    grads: str = "ohcs"  # which gradients arrive: of output, h_n, c_n, cells
+    need_input: bool = True
+    need_weights: bool = True
+    strided: bool = False
+    scale: float = 1.0  # of the weights
+    by_steps: bool = False  # never the whole sequence in one launch
+    device: str = "cpu"
+
+
+def build(case: Case, seed: int) -> dict[str, Any]:
+    """The op's arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    t, b, h, d, g = case.steps, case.batch, case.hidden, case.directions, GATES[case.cell]
+    p = case.projection or h
+    acc = torch.float64 if case.dtype == torch.float64 else torch.float32
+
+    def tensor(*shape: int, scale: float = 1.0, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        wide = (*shape[:-1], shape[-1] * (2 if case.strided else 1))
+        made = (torch.randn(wide, generator=generator) * scale).to(case.device, dtype)
+        return made[..., ::2] if case.strided else made
+
+    def each(*shape: int, wanted: bool = True, **options: Any) -> list[torch.Tensor]:
+        return [tensor(*shape, **options) for _ in range(d)] if wanted else []
+
+    small = case.scale * h**-0.5
+    norm = each(2 * g * h + (2 * h if case.cell == LSTM else 0), wanted=case.norm, scale=0.5, dtype=acc)
+    for weights in norm:
+        weights[: g * h] += 1.0
+        weights[2 * g * h : 2 * g * h + h] += 1.0
+    return {
+        "input": tensor(t, b, d * g * h if case.given else case.inputs),
+        "h0": tensor(d, b, p),
+        "c0": tensor(d, b, h) if case.cell == LSTM else None,
+        "w_ih": each(g * h, case.inputs, wanted=not case.given, scale=small),
+        "w_hh": each(g * h, p, scale=small),
+        "b_ih": each(g * h, wanted=case.bias and not case.given, scale=small),
+        "b_hh": each(g * h, wanted=case.bias, scale=small),
+        "w_hr": each(p, h, wanted=case.projection is not None, scale=small),
+        "peephole": each(3, h, wanted=case.peephole),
+        "norm": norm,
+        "lengths": None if case.lengths is None else torch.tensor(case.lengths, device=case.device),
+        "resets": (torch.rand(t, b, generator=generator) < case.resets).to(case.device) if case.resets else None,
+        "recurrent_mask": (
+            ((torch.rand(d, b, p, generator=generator) < 0.7) / 0.7).to(case.device, acc) if case.mask else None
+        ),
+        "seed": torch.tensor([seed * 2**33 + 12345], device=case.device) if case.training else None,
+        "zoneout_h": case.zoneout[0],
+        "zoneout_c": case.zoneout[1],
+        "eps": 1e-3,
+        "cell": case.cell,
+        "reverse": case.reverse,
+    }
+
+
+def oracle(arguments: dict[str, Any], grads: list[torch.Tensor | None]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The results of the reference in float64, and what gradients `grads` of them give, None where there is none."""
+
+    def exact(value: Any) -> Any:
+        if isinstance(value, list):
+            return [exact(item) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().cpu().double().requires_grad_() if value.is_floating_point() else value.cpu()
+
+    inputs = {name: exact(value) for name, value in arguments.items()}
+    results = list(reference.rnn(*inputs.values()))
+    loss = inputs["h0"].sum() * 0
+    for result, grad in zip(results, grads, strict=False):
+        if grad is not None:
+            loss = loss + (result * grad.cpu().double()).sum()
+    wanted = {}
+    for name in ("input", "h0", "c0", *LISTS):
+        leaves = inputs[name] if isinstance(inputs[name], list) else [inputs[name]]
+        if not leaves or leaves[0] is None:
+            wanted[f"grad_{name}"] = None
+            continue
+        found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+        wanted[f"grad_{name}"] = torch.stack(found) if isinstance(inputs[name], list) else found[0]
+    return [result.detach() for result in results], wanted
+
+
+def near(name: str, ours: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    unit = {torch.float64: 1e-13, torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 4e-2}[dtype]
+    assert ours.shape == right.shape, (name, ours.shape, right.shape)
+    assert ours.is_contiguous(), name
+    if not ours.numel():
+        return
+    error = float((ours.detach().cpu().double() - right).abs().max())
+    bound = unit * factor * max(1.0, float(right.abs().max()))
+    assert error <= bound, (name, error, bound)  # a NaN fails
+
+
+def check(case: Case, seed: int = 0) -> None:
+    """One call forward and backward, against the reference."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    arguments = build(case, seed)
+    lstm = case.cell == LSTM
+    never = mock.patch.object(kernels, "takes_sequence", return_value=False)
+    with poison(), never if case.by_steps else mock.patch.dict({}):
+        output, h_n, c_n, cells, gates, products = kernels.rnn_fwd(**arguments, keep=True)
+        generator = torch.Generator().manual_seed(seed)
+        grads: list[torch.Tensor | None] = []
+        for name, result in zip("ohcs", (output, h_n, c_n, cells), strict=True):
+            here = name in case.grads and (lstm or name in "oh")
+            grad = torch.randn(result.shape, generator=generator).to(result) if here else None
+            grads.append(grad[..., :1].expand(grad.shape) if here and case.strided else grad)
+        if not case.keep:
+            bare = kernels.rnn_fwd(**arguments, keep=False)
+            assert torch.equal(bare[0], output)
+            assert torch.equal(bare[1], h_n)
+            assert torch.equal(bare[2], c_n)
+            assert all(t.shape == (0,) for t in bare[3:])
+        found = kernels.rnn_bwd(
+            *grads, **arguments, output=output, cells=cells,
+            gates=gates if case.keep else gates.new_empty(0), products=products if case.keep else gates.new_empty(0),
+            need_input=case.need_input, need_weights=case.need_weights,
+        )  # fmt: skip
+
+    results, wanted = oracle(arguments, grads)
+    shape, acc = (case.directions, case.steps, case.batch), gates.dtype
+    assert gates.shape == (*shape, KEPT[case.cell] * case.hidden)
+    assert products.shape == ((*shape, GATES[case.cell] * case.hidden) if case.norm else (0,))
+    assert acc == cells.dtype == products.dtype == found[-1].dtype
+    names = ("output", "h_n", "c_n", "cells") if lstm else ("output", "h_n")
+    for name, ours, right in zip(names, (output, h_n, c_n, cells), results, strict=False):
+        near(name, ours, right, case.dtype, case.scale)
+        assert ours.dtype == (acc if name == "cells" else case.dtype)
+    if not lstm:
+        assert c_n.shape == cells.shape == (0,)
+    for name, ours in zip(RESULTS, found, strict=True):
+        right = wanted[name]
+        if name == "grad_input":
+            right = right if case.need_input else None
+        elif name in ("grad_b_ih", "grad_b_hh") and case.need_weights and not (case.given and name == "grad_b_ih"):
+            right = wanted["grad_b_hh"]
+            if not case.bias:
+                assert ours.shape == (case.directions, GATES[case.cell] * case.hidden)
+                continue
+            right = wanted[name]
+        elif name not in ("grad_h0", "grad_c0") and not case.need_weights:
+            right = None
+        if right is None:
+            assert ours.shape == (0,), (name, ours.shape)
+        else:
+            near(name, ours, right, case.dtype, 4 * case.scale)
+            assert ours.dtype == (acc if name == "grad_norm" else case.dtype)
+
+
+def check_cell(cell: int, batch: int, hidden: int, dtype: torch.dtype, strided: bool, device: str = "cpu") -> None:
+    """One step by itself, against the reference."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    generator = torch.Generator().manual_seed(7)
+
+    def tensor(columns: int) -> torch.Tensor:
+        made = torch.randn(batch, columns * 2, generator=generator).to(device, dtype)
+        return made[:, ::2] if strided else made[:, :columns]
+
+    x, zh, h = tensor(GATES[cell] * hidden), tensor(GATES[cell] * hidden), tensor(hidden)
+    c = tensor(hidden) if cell == LSTM else None
+    grad_h, grad_c = tensor(hidden), None if cell != LSTM or strided else tensor(hidden)
+    with poison():
+        h_new, c_new, activated = kernels.rnn_cell_fwd(x, zh, h, c, cell)
+        found = kernels.rnn_cell_bwd(grad_h, grad_c, h, c, c_new if cell == LSTM else None, activated, cell)
+    leaves = [t.cpu().double().requires_grad_() for t in (x, zh, h)]
+    state = None if c is None else c.cpu().double().requires_grad_()
+    results = reference.rnn_step(*leaves, state, cell)
+    loss = (results[0] * grad_h.cpu().double()).sum()
+    if grad_c is not None:
+        loss = loss + (results[1] * grad_c.cpu().double()).sum()
+    leaves += [] if state is None else [state]
+    wanted = torch.autograd.grad(loss, leaves, allow_unused=True)
+    near("h", h_new, results[0].detach(), dtype)
+    near("grad_x", found[0], wanted[0], dtype)
+    if cell == LSTM:
+        near("c", c_new, results[1].detach(), dtype)
+        near("grad_c", found[3], wanted[3], dtype)
+    else:
+        assert c_new.shape == found[3].shape == (0,)
+    if cell == GRU:
+        near("grad_h_gates", found[1], wanted[1], dtype)
+        near("grad_h", found[2], wanted[2], dtype)
+    else:
+        assert found[1].shape == found[2].shape == (0,)
+    assert activated.shape == (batch, KEPT[cell] * hidden)
+
+
+def sample(seed: int, device: str = "cpu") -> Case:
+    """A random call with random options."""
+    r = random.Random(seed)
+    cell = r.choice([LSTM, LSTM, LSTM, GRU, GRU, RNN_TANH, RNN_RELU])
+    steps, batch, hidden = r.choice([0, 1, 2, 3, 5]), r.choice([1, 2, 3, 17]), r.choice([1, 3, 8, 16, 17])
+    directions = r.choice([1, 1, 2])
+    projection = r.choice([None, None, 1, 5]) if cell == LSTM and hidden > 5 else None
+    plain = r.random() < 0.4  # what the whole-sequence kernels take
+    return Case(
+        cell=cell, steps=steps, batch=batch, inputs=r.choice([1, 3, 8]), hidden=hidden, directions=directions,
+        reverse=directions == 1 and r.random() < 0.4,
+        dtype=r.choice([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+        projection=None if plain else projection, bias=r.random() < 0.7, given=r.random() < 0.3,
+        lengths=tuple(r.randint(0, steps) for _ in range(batch)) if r.random() < 0.5 else None,
+        resets=r.choice([0.0, 0.0, 0.3, 0.8]), mask=r.random() < 0.4,
+        peephole=not plain and cell == LSTM and r.random() < 0.4, norm=not plain and r.random() < 0.4,
+        zoneout=(0.0, 0.0) if plain else (r.choice([0.0, 0.3, 1.0]), r.choice([0.0, 0.2]) if cell == LSTM else 0.0),
+        training=r.random() < 0.6, keep=r.random() < 0.6,
+        grads="".join(name for name in "ohcs" if r.random() < 0.7) or "o", need_input=r.random() < 0.8,
+        need_weights=r.random() < 0.8, strided=r.random() < 0.3, device=device,
+    )  # fmt: skip
+
+
+ALL = {"norm": True, "mask": True, "resets": 0.3, "zoneout": (0.3, 0.2), "directions": 2}
+CASES = {
+    "LSTM": Case(),
+    "LSTM by steps": Case(by_steps=True, hidden=17, batch=5),
+    "LSTM, both directions": Case(directions=2, batch=17, hidden=9),
+    "LSTM, both directions by steps": Case(directions=2, by_steps=True),
+    "LSTM, reverse": Case(reverse=True, bias=False),
+    "LSTM, wide": Case(steps=2, batch=2, hidden=130),
+    "LSTM in bfloat16": Case(dtype=torch.bfloat16, hidden=24, directions=2),
+    "LSTM in float16, by steps": Case(dtype=torch.float16, hidden=24, by_steps=True),
+    "LSTM in float64": Case(dtype=torch.float64),
+    "GRU": Case(cell=GRU),
+    "GRU by steps": Case(cell=GRU, by_steps=True, directions=2),
+    "GRU in bfloat16": Case(cell=GRU, dtype=torch.bfloat16, hidden=17, directions=2),
+    "GRU in float16, reverse": Case(cell=GRU, dtype=torch.float16, reverse=True, need_weights=False),
+    "tanh": Case(cell=RNN_TANH),
+    "tanh by steps": Case(cell=RNN_TANH, by_steps=True, reverse=True),
+    "relu": Case(cell=RNN_RELU, dtype=torch.bfloat16),
+    "relu by steps": Case(cell=RNN_RELU, by_steps=True, directions=2),
+    "lengths": Case(directions=2, batch=5, lengths=(3, 0, 1, 2, 2)),
+    "lengths by steps": Case(directions=2, batch=5, lengths=(3, 0, 1, 2, 2), by_steps=True),
+    "GRU, lengths": Case(cell=GRU, directions=2, batch=5, lengths=(3, 0, 1, 2, 2), by_steps=True, keep=False),
+    "resets": Case(directions=2, steps=6, resets=0.4, lengths=(6, 5, 3)),
+    "resets by steps": Case(directions=2, steps=6, resets=0.4, lengths=(6, 5, 3), by_steps=True),
+    "GRU, resets": Case(cell=GRU, reverse=True, steps=6, resets=0.4, mask=True, keep=False),
+    "mask": Case(mask=True, directions=2),
+    "mask by steps": Case(mask=True, cell=GRU, by_steps=True, resets=0.4),
+    "given": Case(given=True, directions=2, strided=True),
+    "given, without bias": Case(given=True, cell=GRU, bias=False, dtype=torch.float16),
+    "peepholes": Case(peephole=True, keep=False),
+    "norm": Case(norm=True, directions=2),
+    "norm, recompute": Case(norm=True, keep=False, reverse=True, lengths=(3, 2, 0), peephole=True),
+    "GRU, norm": Case(cell=GRU, norm=True, hidden=17, resets=0.3),
+    "GRU, norm, recompute": Case(cell=GRU, norm=True, keep=False, directions=2, given=True),
+    "tanh, norm": Case(cell=RNN_TANH, norm=True, directions=2),
+    "projection": Case(projection=3, directions=2, lengths=(3, 1, 2)),
+    "projection in bfloat16": Case(projection=8, hidden=16, dtype=torch.bfloat16, keep=False),
+    "zoneout": Case(zoneout=(0.4, 0.3), directions=2, lengths=(3, 0, 2)),
+    "zoneout in evaluation": Case(zoneout=(0.4, 0.0), training=False, reverse=True),
+    "GRU, zoneout": Case(cell=GRU, zoneout=(0.5, 0.0), hidden=17),
+    "relu, zoneout in evaluation": Case(cell=RNN_RELU, zoneout=(0.5, 0.0), training=False, directions=2),
+    "everything": Case(**ALL, projection=3, peephole=True, lengths=(3, 2, 1)),
+    "everything, recompute": Case(**ALL, projection=5, peephole=True, keep=False, given=True, strided=True),
+    "everything, GRU": Case(**ALL | {"zoneout": (0.3, 0.0)}, cell=GRU, lengths=(3, 0, 2), dtype=torch.float64),
+    "no steps": Case(steps=0, directions=2),
+    "no steps by steps": Case(steps=0, by_steps=True, norm=True),
+    "no batch": Case(batch=0, directions=2),
+    "no batch by steps": Case(batch=0, cell=GRU, by_steps=True, norm=True),
+    "only c": Case(grads="c"),
+    "only h": Case(grads="h", cell=GRU, directions=2),
+    "only cells": Case(grads="s", by_steps=True),
+    "nothing needed": Case(need_input=False, need_weights=False, directions=2, cell=GRU),
+    "states alone": Case(need_input=False, need_weights=False, projection=2, directions=2),
+    "saturated": Case(scale=100.0, hidden=9),
+}  # fmt: skip
+CELLS = [
+    (cell, batch, hidden, dtype, strided)
+    for cell in range(4)
+    for batch, hidden, dtype, strided in (
+        (3, 129, torch.float32, False),
+        (33, 17, torch.bfloat16, True),
+        (5, 8, torch.float64, True),
+    )
+]
+
+
+def extremes(device: str = "cpu") -> None:
+    """Far saturated and infinite gates: saturated results, and zero gradients but for those that a state passes on."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    for value in (1e4, -1e4, 1e30, float("inf"), -float("inf")):
+        for cell in (LSTM, GRU, RNN_TANH):
+            x = torch.full((2, GATES[cell] * 17), value, device=device)
+            h = torch.full((2, 17), 0.5, device=device)
+            c = h if cell == LSTM else None
+            h_new, c_new, activated = kernels.rnn_cell_fwd(x, torch.zeros_like(x), h, c, cell)
+            found = kernels.rnn_cell_bwd(h, c, h, c, c_new if cell == LSTM else None, activated, cell)
+            assert all(t.isfinite().all() for t in (h_new, c_new, activated, *found)), (value, cell)
+            assert found[0].abs().max() <= 1e-30, (value, cell)
+            gate = float(value > 0)
+            assert cell == RNN_TANH or torch.equal(activated[:, :17], torch.full_like(h, gate)), (value, cell)
+
+
+def sequences_apart(device: str = "cpu") -> None:
+    """NaN in one sequence, and garbage where nothing is to be read, reach no other."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    for cell, by_steps in ((LSTM, False), (GRU, True)):
+        case = Case(cell=cell, batch=4, directions=2, lengths=(3, 1, 0, 2), by_steps=by_steps, device=device)
+        arguments = build(case, 3)
+        never = mock.patch.object(kernels, "takes_sequence", return_value=False)
+        with never if by_steps else mock.patch.dict({}):
+            clean = kernels.rnn_fwd(**arguments, keep=True)
+            grad = torch.randn_like(clean[0])
+            back = kernels.rnn_bwd(
+                grad, None, None, None, **arguments, output=clean[0], cells=clean[3], gates=clean[4],
+                products=clean[5], need_input=True, need_weights=True,
+            )  # fmt: skip
+            dirty, dirty_grad = arguments["input"].clone(), grad.clone()
+            dirty[1, 3] = float("nan")
+            rows = kernels.rnn_fwd(**arguments | {"input": dirty}, keep=True)
+            others = [0, 1, 2]
+            assert rows[0][1:3, 3].isnan().any()
+            for left, right in ((clean[0][:, others], rows[0][:, others]), (clean[1][:, others], rows[1][:, others])):
+                assert torch.equal(left, right)
+            for b, length in enumerate(case.lengths or ()):
+                dirty_grad[length:, b] = float("nan")
+            dirty_back = kernels.rnn_bwd(
+                dirty_grad, None, None, None, **arguments, output=clean[0], cells=clean[3], gates=clean[4],
+                products=clean[5], need_input=True, need_weights=True,
+            )  # fmt: skip
+            for left, right in zip(back, dirty_back, strict=True):
+                assert torch.equal(left, right)
+
+
+def error_rule(device: str = "cpu") -> None:
+    """The functions, through dispatch and autograd, by the error rule: against torch in the same dtype."""
+    small = {"steps": 4, "batch": 3, "inputs": 5, "hidden": 9}
+    both: dict[str, Any] = small | {"bidirectional": True}
+    ragged: dict[str, Any] = both | {"lengths": (4, 1, 2)}
+    cases = {
+        "two layers": rnn_case("lstm", num_layers=2, **both),
+        "GRU": rnn_case("gru", **both | {"hidden": 17}),
+        "tanh": rnn_case("rnn_tanh", **small),
+        "relu": rnn_case("rnn_relu", bias=False, **small),
+        "lengths": rnn_case("lstm", **ragged),
+        "GRU, lengths, recompute": rnn_case("gru", recompute=True, **ragged),
+        "projection": rnn_case("lstm", projection=4, **both),
+        "norm and peepholes": rnn_case("lstm", norms=True, peepholes=True, **small),
+        "GRU, norm, recompute": rnn_case("gru", norms=True, recompute=True, **small),
+        "zoneout": rnn_case("lstm", zoneout=(0.3, 0.2), recurrent_dropout=0.3, resets=True, **small),
+        "GRU, zoneout in evaluation": rnn_case("gru", zoneout=(0.3, 0.0), training=False, resets=True, **small),
+        "saturated": rnn_case("lstm", std=30.0, **small),
+    }
+    with poison(), seqkern.use_backend("triton"):
+        for dtype in GPU_DTYPES:
+            for name, case in cases.items():
+                for report in check_case(case, dtype, device=device):
+                    assert report.passed, (name, dtype, str(report))
+
+
+GPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+RANDOM = range(1000, 1004)  # seeds of `sample`, beside the cases by name
+
+
+def interpreted(*arguments: object) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", __file__, *map(str, arguments)]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_interpreted() -> None:
+    interpreted()
+
+
+@pytest.mark.slow
+def test_interpreted_random() -> None:
+    interpreted(1100, 1300)
+
+
+@pytest.mark.slow
+def test_interpreted_error_rule() -> None:
+    interpreted("rule")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(name: str, dtype: torch.dtype) -> None:
+    check(replace(CASES[name], dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [31, 32, 64, 100, 128, 200, 256])
+@pytest.mark.parametrize("cell", range(4))
+def test_compiled_sizes(cell: int, hidden: int) -> None:
+    for dtype in GPU_DTYPES:
+        check(Case(cell=cell, steps=9, batch=33, hidden=hidden, directions=2, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [*RANDOM, *range(1100, 1180)])
+def test_compiled_random(seed: int) -> None:
+    check(sample(seed, "cuda"), seed)
+
+
+@pytest.mark.gpu
+def test_compiled_cells() -> None:
+    for each in CELLS:
+        check_cell(*each, device="cuda")
+
+
+@pytest.mark.gpu
+def test_compiled_extremes() -> None:
+    extremes("cuda")
+
+
+@pytest.mark.gpu
+def test_compiled_error_rule() -> None:
+    error_rule("cuda")
+
+
+@pytest.mark.gpu
+def test_compiled_sequences_apart() -> None:
+    sequences_apart("cuda")
+
+
+def main(first: int = RANDOM.start, last: int = RANDOM.stop) -> None:
+    """Everything that `check` is asked, or the samples first ... last - 1 alone."""
+    cases = [(case, 0) for case in CASES.values()] if first == RANDOM.start else []
+    if cases:
+        for each in CELLS:
+            check_cell(*each)
+        extremes()
+        sequences_apart()
+    for case, seed in [*cases, *((sample(seed), seed) for seed in range(first, last))]:
+        try:
+            check(case, seed)
+        except BaseException:
+            print(seed, case, flush=True)
+            raise
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["rule"]:
+        error_rule()
+    else:
+        main(*map(int, sys.argv[1:]))
