@@ -58,7 +58,7 @@ def test_every_op_has_a_cpu_and_a_fake_kernel(name):
 
 def test_references_are_short():
     for path in (ROOT / "seqkern" / "reference").glob("*.py"):
-        assert len(path.read_text().splitlines()) < 60, f"{path.name} is a specification: keep it under 60 lines"
+        assert len(path.read_text().splitlines()) < 100, f"{path.name} is a specification: keep it under 100 lines"
 
 
 # ---- the binary ---------------------------------------------------------------------------------------------------

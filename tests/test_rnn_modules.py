@@ -299,7 +299,7 @@ def test_export_keeps_one_node_a_layer(name, layer_norm):
 
 
 def op_case(cell, steps, batch, directions, options):
-    """Arguments of rnn_fwd up to the cell, with every option or none."""
+    """Arguments up to the cell, with every option or none; what is kept past an end is undefined: full lengths."""
     groups, hidden, width = (4, 3, 1, 1)[cell], 6, 4 if options and cell == 0 else 6
 
     def tensors(*shape, **kind):
@@ -319,7 +319,7 @@ def op_case(cell, steps, batch, directions, options):
     rest = [None] * 4
     if options:
         rest = [
-            torch.randint(0, steps + 1, (batch,)),
+            torch.full((batch,), steps),
             torch.rand(steps, batch) < 0.5,
             torch.rand_like(h0),
             torch.tensor(7),
@@ -523,7 +523,7 @@ def test_errors_name_the_argument(error, words, call):
         ("w_ih must have size 4 in dimension 1, got 3", {3: [WEIGHTS[0][:, :3]]}),
         ("w_hh must have ScalarType", {4: [WEIGHTS[1].double()]}),
         ("b_ih and b_hh must both be given", {6: []}),
-        ("w_hh must hold 1 tensor", {4: WEIGHTS[1:2] * 2}),
+        ("w_hh must have one tensor for each of 1 directions, got 2", {4: WEIGHTS[1:2] * 2}),
         ("lengths must be between 0 and 5", {10: torch.tensor([5, 6, 1])}),
         ("lengths must be between 0 and 5", {10: torch.tensor([5, -1, 1])}),
         ("resets must have size 5 in dimension 0, got 4", {11: torch.ones(4, 3, dtype=torch.bool)}),

@@ -62,10 +62,10 @@ def everything(cell, x, hx, weights, **options):
             options[name] = [t.detach().requires_grad_() for t in options[name]]
             leaves += options[name]
     found = flat(getattr(seqkern, cell)(x, hx, own, **options))
-    return [
-        *(t.detach() for t in found),
-        *torch.autograd.grad(found, leaves, [torch.cos(3 * t.detach()) for t in found]),
-    ]
+    wanted = [t for t in found if t.requires_grad]  # not of no steps
+    cotangents = [torch.cos(3 * t.detach()) for t in wanted]
+    grads = torch.autograd.grad(wanted, leaves, cotangents, materialize_grads=True) if wanted else []
+    return [*(t.detach() for t in found), *grads]
 
 
 def equal(left, right):
@@ -448,7 +448,8 @@ def test_vmap_with_options(cell):
 
 
 def test_every_output_is_written_and_threads_do_not_matter(cell, isa, dtype):
-    weights, extra = network(cell, 5, 33, directions=2, norms=True, peepholes=cell == "lstm", dtype=dtype)
+    # Not with norms: the product of the input is torch's then.
+    weights, extra = network(cell, 5, 33, directions=2, peepholes=cell == "lstm", dtype=dtype)
     x, hx = torch.randn(20, 37, 5, dtype=dtype), state(cell, 2, 37, 33, dtype=dtype)
     lengths = torch.randint(0, 21, (37,))
     options = {"lengths": lengths, "bidirectional": True, "recurrent_dropout": 0.3, "zoneout": 0.2, "training": True}
@@ -457,7 +458,7 @@ def test_every_output_is_written_and_threads_do_not_matter(cell, isa, dtype):
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             with poison():
-                results.append(everything(cell, x, hx, weights, seed=3, recompute=count == 9, **options, **extra))
+                results.append(everything(cell, x, hx, weights, seed=3, **options, **extra))
     finally:
         torch.set_num_threads(threads)
     assert all(t.isfinite().all() for t in results[0])

@@ -125,7 +125,10 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
       A* c_tile = c + m * ldc + n;
       ahead.fetch();
       if (columns - n > kPanel<A> - W<A>) {
-        gemm_columns<A, kGemmVecs>(rows, K, a_rows, row_stride, k_stride, b, kPanel<A>, c_tile, ldc, accumulate);
+        if (k_stride == 1)
+          gemm_columns<A, kGemmVecs, Unit::k>(rows, K, a_rows, row_stride, 1, b, kPanel<A>, c_tile, ldc, accumulate);
+        else
+          gemm_columns<A, kGemmVecs, Unit::row>(rows, K, a_rows, 1, k_stride, b, kPanel<A>, c_tile, ldc, accumulate);
       } else {
         for (int64_t v = 0; n + v < columns; v += W<A>)
           gemm_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, kPanel<A>, c_tile + v, ldc, accumulate);

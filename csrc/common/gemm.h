@@ -21,7 +21,7 @@ constexpr int kGemmRows = 6, kGemmVecs = 4;
 #else
 constexpr int kGemmRows = 6, kGemmVecs = 2;
 #endif
-constexpr int64_t kGemmSlice = 32;
+constexpr int64_t kGemmSlice = 64;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements of A then take one register or six.
 enum class Unit { none, k, row };
@@ -54,8 +54,9 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   } while (k < K);
 }
 
+// Not inlined: its loops need all registers for themselves.
 template <class A, int NR, Unit U = Unit::none>
-void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
+__attribute__((noinline)) void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                   int64_t ldc, bool accumulate) {
   int64_t m = 0;
   for (; m + kGemmRows <= M; m += kGemmRows)

@@ -160,7 +160,7 @@ struct Backward {
       const int64_t begin = panel * kPanel<A>, last = begin + panels * kPanel<A>, end = H < last ? H : last;
       const int64_t stride = group * kPanel<A>;
       panel_products<A, kGemmVecs>(count, panels, G * H, d, d_stride, packed + panel * G * H * kPanel<A>, products,
-                                   stride, kPanel<A>, [&](int64_t i0, int64_t i1) {
+                                   stride, kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
                                      for (int64_t i = i0; i < i1 && i < next; ++i) fetch(row_at(t_next, i), begin, end);
                                    });
       carry(t, count, begin, end, begin, end, products, stride);

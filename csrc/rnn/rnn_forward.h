@@ -197,7 +197,7 @@ struct Forward {
       const int64_t begin = panel * kUnits, end = H - begin < panels * kUnits ? H : begin + panels * kUnits;
       panel_products<A, NV>(count, panels, P, state.h[parity], state.h_stride,
                             static_cast<const A*>(p.direction.packed_w_hh) + panel * P * NV * W<A>, products, NV * W<A>,
-                            panel_products_size, [&](int64_t i0, int64_t i1) {
+                            panel_products_size, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
                               for (int64_t i = i0; i < i1; ++i) fetch(row_at(t, i, parity), begin);
                             });
       for (int64_t i = 0; i < count; ++i) {

@@ -137,6 +137,26 @@ def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents
     return result
 
 
+def batched(function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Any:
+    """function(*tensors), a tuple of tensors, also inside `torch.autograd.grad(is_grads_batched=True)`.
+
+    That has a vmap of its own, older than torch.func's, with no rule for ops that take lists: each sample is a call.
+    """
+    old = torch._C._functorch.is_legacy_batchedtensor
+    if torch.compiler.is_compiling() or not any(t is not None and old(t) for t in tensors):
+        return function(*tensors)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    plain = [t if t is None or not old(t) else torch._remove_batch_dim(t, level, 0, 0) for t in tensors]
+    samples = [p is not t for p, t in zip(plain, tensors, strict=True)]
+    count = next(len(p) for p, own in zip(plain, samples, strict=True) if p is not None and own)
+    calls = [
+        batched(function, [p[n] if p is not None and own else p for p, own in zip(plain, samples, strict=True)])
+        for n in range(count)
+    ]
+    return tuple(torch._add_batch_dim(torch.stack(each), 0, level) for each in zip(*calls, strict=True))
+
+
 def per_sample(op: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
     """The batching rule of last resort: a call for every sample, the results stacked along a first dimension.
 

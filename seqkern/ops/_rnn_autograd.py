@@ -16,7 +16,16 @@ from torch import Tensor
 
 from seqkern import reference
 from seqkern._library import kernel
-from seqkern.ops._autograd import apply, eager, gradients, per_sample, tangents, transforms_active, wants_gradient
+from seqkern.ops._autograd import (
+    apply,
+    batched,
+    eager,
+    gradients,
+    per_sample,
+    tangents,
+    transforms_active,
+    wants_gradient,
+)
 from seqkern.ops._rnn_checks import GATES, GRU, LSTM
 
 _STATES, _CONSTANTS, _NUMBERS, _LISTS = 3, 4, 4, 7
@@ -112,10 +121,14 @@ class _Rnn(torch.autograd.Function):
         needs, needs_flat = ctx.needs_input_grad[:_STATES], ctx.needs_input_grad[-len(flat) :]
         if gates is None:
             gates = products = cells.new_empty(0)
-        grad_input, grad_h0, grad_c0, *grad_lists = apply(
-            _RnnBackward, _RnnBackwardEager, torch.is_grad_enabled(),
-            *grads[:4], *tensors, output, cells, gates, products, *ctx.numbers, needs[0], any(needs_flat), *flat,
-        )  # fmt: skip
+        count = 4 if ctx.numbers[-1] == LSTM else 2  # torch.compile has gradients of what is not differentiable, too
+        rest = (*tensors, output, cells, gates, products, *ctx.numbers, needs[0], any(needs_flat), *flat)
+
+        def of_grads(*grads: Tensor | None) -> Any:
+            grads = (*grads[:count], *[None] * (4 - count))
+            return apply(_RnnBackward, _RnnBackwardEager, torch.is_grad_enabled(), *grads, *rest)
+
+        grad_input, grad_h0, grad_c0, *grad_lists = batched(of_grads, grads[:count])
         directions = h0.shape[0]
         of_states = [g if need else None for g, need in zip((grad_input, grad_h0, grad_c0), needs, strict=True)]
         of_lists = [grad_lists[n // directions][n % directions] if need else None for n, need in enumerate(needs_flat)]

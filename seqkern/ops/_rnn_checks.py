@@ -212,7 +212,7 @@ def check_probability(op: str, name: str, p: Any) -> float:
 
 
 def _constant(number: Any) -> Any:
-    """The number, to torch.compile a constant of the graph, even where it takes numbers for symbols: hashing does it."""
+    """The number, to torch.compile a constant, even where it takes numbers for symbols: hashing does it."""
     return next(iter({number}))
 
 

@@ -312,7 +312,7 @@ def _network(
     recompute: bool,
     seed: Any,
 ) -> tuple[Tensor, ...]:
-    """output, h_n, c_n and all c of the last layer; the last two are h_n again where there is no c."""
+    """output, h_n, c_n and all c of the last layer; others in their places where these are none or not wanted."""
     dropout_p = check_probability(op, "dropout", dropout_p)
     mask_p = check_probability(op, "recurrent_dropout", recurrent_dropout)
     if not training:
@@ -361,8 +361,7 @@ def _network(
         if dropout_p and layer < num_layers - 1:
             x = _dropout(x, dropout_p, derived_seed(seed, 3 * layer + DROPOUT) if own_seed else None)
     state_n = [layers[0] if num_layers == 1 else torch.cat(layers) for layers in zip(*states, strict=True)]
-    if return_all_c:
-        cells = cells.permute(1, 2, 0, 3).flatten(2).to(x.dtype)
+    cells = cells.permute(1, 2, 0, 3).flatten(2).to(x.dtype) if return_all_c else x
     if batch_first:
         x, cells = x.transpose(0, 1), cells.transpose(0, 1) if return_all_c else cells
     return x, state_n[0], state_n[-1], cells
