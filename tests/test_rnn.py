@@ -368,7 +368,8 @@ def test_layouts(cell, make, isa):
     ours = everything(cell, tensors, grads=grads)
     assert equal(ours, everything(cell, dense, grads=[g.contiguous() for g in grads]))
     one, dense_one = ([t[0] for t in ts[: n + 1]] + ts[n + 1 :] for ts in (tensors, dense))
-    torch.testing.assert_close(everything(cell, one, run_cell), everything(cell, dense_one, run_cell))
+    ours, dense_ones = everything(cell, one, run_cell), everything(cell, dense_one, run_cell)
+    torch.testing.assert_close(ours, dense_ones, atol=1e-4, rtol=1e-5)  # torch's products have other bits there
 
 
 @given(

@@ -91,12 +91,14 @@ void multiply(const RnnProblem& p, Product product) {
 
 // The sequence is worked through in chunks of steps, each small enough that what one pass over its gates leaves in
 // cache the next pass finds there, and large enough for the products to run at full rate. By the shape alone: the
-// number of threads changes no sum.
-constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 256;
+// number of threads changes no sum. Sums over the steps of a chunk are in the accumulation type, those over the chunks
+// and the batch in double: hence not too many steps.
+constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 256, kChunkSteps = 32;
 
 int64_t chunk_steps(const RnnProblem& p) {
   const int64_t rows = std::max(kChunkRows, kChunkElements / std::max<int64_t>(1, p.saved_columns));
-  return std::clamp<int64_t>(rows / std::max<int64_t>(1, p.batch), 1, std::max<int64_t>(1, p.steps));
+  const int64_t most = std::max(kChunkSteps, kChunkRows / std::max<int64_t>(1, p.batch));
+  return std::clamp<int64_t>(std::min(most, rows / std::max<int64_t>(1, p.batch)), 1, std::max<int64_t>(1, p.steps));
 }
 
 // How the threads divide a pass through the steps: every direction has `shares` of the rows, and on each work
@@ -204,11 +206,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   const bool lstm = p.cell == Cell::lstm;
   const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;
   Tensor output = empty(p.input, {T, B, D * P}, p.type);
-  const Tensor none = empty(p.input, {0}, p.acc);
-  Tensor cells = keep && lstm ? empty(p.input, {D, T, B, H}, p.acc) : none;
-  Tensor gates = keep ? empty(p.input, {D, T, B, p.saved_columns}, p.acc) : none;
-  Tensor products = keep && p.has_norm ? empty(p.input, {D, T, B, p.gate_columns}, p.acc) : none;
-  Tensor h = as_type_copy(p.h0, p.acc), c = lstm ? as_type_copy(*p.c0, p.acc) : none;
+  const auto none = [&] { return empty(p.input, {0}, p.acc); };  // results share no memory
+  Tensor cells = keep && lstm ? empty(p.input, {D, T, B, H}, p.acc) : none();
+  Tensor gates = keep ? empty(p.input, {D, T, B, p.saved_columns}, p.acc) : none();
+  Tensor products = keep && p.has_norm ? empty(p.input, {D, T, B, p.gate_columns}, p.acc) : none();
+  Tensor h = as_type_copy(p.h0, p.acc), c = lstm ? as_type_copy(*p.c0, p.acc) : none();
   const auto result = [&] {
     return std::tuple(output, as_type(h, p.type), lstm ? as_type(c, p.type) : empty(p.input, {0}, p.type), cells, gates,
                       products);
@@ -393,7 +395,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
   Gradients gradients(p, need_input, need_weights);
   const int64_t peephole_columns = p.has_peephole ? 3 * H : 0, norms = p.has_norm ? norm_columns(p.cell, H) : 0;
   const int64_t sum_columns = R + peephole_columns + norms;
-  Tensor totals = zeros(p.input, {need_weights ? D : 0, sum_columns}, p.acc);
+  Tensor totals = zeros(p.input, {need_weights ? D : 0, sum_columns}, ScalarType::Double);
 
   if (!p.empty()) {
     const RnnKernels& kernels = rnn_kernels();
@@ -505,10 +507,11 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
       for (int64_t d = 0; d < D; ++d) {
         const auto i = static_cast<size_t>(d);
         gradients.add(d, x[i], previous_h[i], args[i]);
+        if (need_weights)
+          kernels.take_sums(p.dtype, B, sum_columns, at(sums, d * B * sum_columns),
+                            static_cast<double*>(totals.mutable_data_ptr()) + d * sum_columns);
       }
     }
-    for (int64_t d = 0; d < D && need_weights; ++d)
-      kernels.sum_rows(p.dtype, B, sum_columns, at(sums, d * B * sum_columns), at(totals, d * sum_columns));
   }
 
   // Columns [first, first + count) of the totals.
@@ -516,7 +519,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
     int64_t width = 0, element = static_cast<int64_t>(totals.element_size());
     for (const auto& [first, count] : parts) width += count;
     if (!needed) return empty(p.input, {0}, p.acc);
-    Tensor out = empty(p.input, {D, width}, p.acc);
+    Tensor out = empty(p.input, {D, width}, ScalarType::Double);
     if (out.numel() == 0) return out;
     char* to = at(out, 0);
     for (int64_t d = 0; d < D; ++d) {
@@ -545,7 +548,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
           as_type(b_hh_grad, p.type),
           as_type(gradients.w_hr, p.type),
           given(peepholes, peepholes ? torch::stable::reshape(peephole_grad, {D, 3, H}) : peephole_grad),
-          columns(need_weights && p.has_norm, {{R + peephole_columns, norms}})};
+          as_type(columns(need_weights && p.has_norm, {{R + peephole_columns, norms}}), p.acc)};
 }
 
 // ---- one step -------------------------------------------------------------------------------------------------------

@@ -185,8 +185,8 @@ struct RnnKernels {
   void (*cell_backward)(const RnnCellBackward&, int64_t row_begin, int64_t row_end);
   void (*gather)(const RnnGather&, int64_t row_begin, int64_t row_end);
   void (*scatter)(const RnnScatter&, int64_t row_begin, int64_t row_end);
-  // sum[c] = sum over r, in order, of rows[r, c]; both acc.
-  void (*sum_rows)(Dtype dtype, int64_t rows, int64_t columns, const void* source, void* sum);
+  // sum[c] += sum over r, in order, of rows[r, c], which are of the accumulation type and become 0.
+  void (*take_sums)(Dtype dtype, int64_t rows, int64_t columns, void* source, double* sum);
 };
 
 SK_DECLARE_KERNEL_TABLE(RnnKernels, rnn_kernels)

@@ -126,11 +126,11 @@ void scatter_rows(const RnnScatter& p, int64_t begin, int64_t end) {
 }
 
 template <class A>
-void sum_rows_of(int64_t rows, int64_t columns, const A* source, A* sum) {
-  for (int64_t c = 0; c < columns; c += W<A>) {
-    Vec<A> total = {};
-    for (int64_t r = 0; r < rows; ++r) total += load_upto(source + r * columns + c, columns - c);
-    store_upto(sum + c, total, columns - c);
+void take_sums_of(int64_t rows, int64_t columns, A* source, double* sum) {
+  for (int64_t r = 0; r < rows; ++r) {
+    A* row = source + r * columns;
+    for (int64_t c = 0; c < columns; ++c) sum[c] += static_cast<double>(row[c]);
+    for (int64_t c = 0; c < columns; ++c) row[c] = 0;
   }
 }
 
@@ -212,8 +212,8 @@ void cell_backward(const RnnCellBackward& p, int64_t begin, int64_t end) {
 void gather(const RnnGather& p, int64_t begin, int64_t end) { SK_DISPATCH(p.dtype, gather_rows<T>(p, begin, end)); }
 void scatter(const RnnScatter& p, int64_t begin, int64_t end) { SK_DISPATCH(p.dtype, scatter_rows<T>(p, begin, end)); }
 
-void sum_rows(Dtype dtype, int64_t rows, int64_t columns, const void* source, void* sum) {
-  SK_BY_ACC(dtype, sum_rows_of(rows, columns, static_cast<const A*>(source), static_cast<A*>(sum)));
+void take_sums(Dtype dtype, int64_t rows, int64_t columns, void* source, double* sum) {
+  SK_BY_ACC(dtype, take_sums_of(rows, columns, static_cast<A*>(source), sum));
 }
 
 }  // namespace
@@ -234,7 +234,7 @@ const RnnKernels rnn_kernels = {packed_size,
                                 cell_backward,
                                 gather,
                                 scatter,
-                                sum_rows};
+                                take_sums};
 
 }  // namespace SK_TIER
 }  // namespace seqkern
