@@ -18,6 +18,9 @@ namespace {
 
 template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
+// Terms of a sum in a row, as in gemm.h. A tile of 12 accumulators feels their addition: 64 instead of 32 terms take 3%
+// less time.
+constexpr int64_t kPanelSlice = kGemmVecs == 4 ? kGemmSlice : 2 * kGemmSlice;
 // A row of scratch ends one cache line later than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
@@ -114,6 +117,15 @@ int64_t tile_count(int64_t M, int64_t columns) {
   return (M + kGemmRows - 1) / kGemmRows * ((columns + kPanel<A> - 1) / kPanel<A>);
 }
 
+// A panel's vectors. Not inlined: the loops need all registers for themselves (AVX2: 3% of a product).
+template <class A, int NR>
+__attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
+                                             const A* b, A* c, int64_t ldc, bool accumulate) {
+  if (k_stride == 1)  // one of the strides is 1
+    gemm_columns<A, NR, Unit::k, kPanelSlice>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate);
+  else gemm_columns<A, NR, Unit::row, kPanelSlice>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
+}
+
 // C[M, columns of B] (+)= A B over one slice, with B a run of panels, `panel_stride` apart.
 template <class A>
 void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
@@ -125,13 +137,10 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
       A* c_tile = c + m * ldc + n;
       ahead.fetch();
       if (columns - n > kPanel<A> - W<A>) {
-        if (k_stride == 1)
-          gemm_columns<A, kGemmVecs, Unit::k>(rows, K, a_rows, row_stride, 1, b, kPanel<A>, c_tile, ldc, accumulate);
-        else
-          gemm_columns<A, kGemmVecs, Unit::row>(rows, K, a_rows, 1, k_stride, b, kPanel<A>, c_tile, ldc, accumulate);
+        panel_columns<A, kGemmVecs>(rows, K, a_rows, row_stride, k_stride, b, c_tile, ldc, accumulate);
       } else {
         for (int64_t v = 0; n + v < columns; v += W<A>)
-          gemm_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, kPanel<A>, c_tile + v, ldc, accumulate);
+          panel_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, c_tile + v, ldc, accumulate);
       }
     }
   }

@@ -21,19 +21,19 @@ constexpr int kGemmRows = 6, kGemmVecs = 4;
 #else
 constexpr int kGemmRows = 6, kGemmVecs = 2;
 #endif
-constexpr int64_t kGemmSlice = 64;
+constexpr int64_t kGemmSlice = 32;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements of A then take one register or six.
 enum class Unit { none, k, row };
 
-template <class A, int MR, int NR, Unit U = Unit::none>
+template <class A, int MR, int NR, Unit U = Unit::none, int64_t Slice = kGemmSlice>
 SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                          int64_t ldc, bool accumulate) {
   if (U == Unit::k) k_stride = 1;
   if (U == Unit::row) row_stride = 1;
   int64_t k = 0;
   do {
-    const int64_t end = K - k < kGemmSlice ? K : k + kGemmSlice;
+    const int64_t end = K - k < Slice ? K : k + Slice;
     Vec<A> acc[MR][NR];
     for (int i = 0; i < MR; ++i)
       for (int j = 0; j < NR; ++j) acc[i][j] = Vec<A>{};
@@ -54,21 +54,21 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   } while (k < K);
 }
 
-// Not inlined: its loops need all registers for themselves.
-template <class A, int NR, Unit U = Unit::none>
-__attribute__((noinline)) void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
+template <class A, int NR, Unit U = Unit::none, int64_t Slice = kGemmSlice>
+void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                   int64_t ldc, bool accumulate) {
   int64_t m = 0;
   for (; m + kGemmRows <= M; m += kGemmRows)
-    gemm_tile<A, kGemmRows, NR, U>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc, accumulate);
+    gemm_tile<A, kGemmRows, NR, U, Slice>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc,
+                                          accumulate);
   const A* tail_a = a + m * row_stride;
   A* tail_c = c + m * ldc;
   switch (M - m) {
-    case 5: gemm_tile<A, 5, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 4: gemm_tile<A, 4, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 3: gemm_tile<A, 3, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 2: gemm_tile<A, 2, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 1: gemm_tile<A, 1, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 5: gemm_tile<A, 5, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 4: gemm_tile<A, 4, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 3: gemm_tile<A, 3, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 2: gemm_tile<A, 2, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 1: gemm_tile<A, 1, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
     default: break;
   }
 }

@@ -155,7 +155,9 @@ struct Backward {
       return;
     }
     const int64_t group = panel_group<kGemmVecs>(count);
-    for (int64_t panel = panel_begin; panel < panel_end; panel += group) {
+    const int64_t groups = (panel_end - panel_begin + group - 1) / group;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group;
       const int64_t begin = panel * kPanel<A>, last = begin + panels * kPanel<A>, end = H < last ? H : last;
       const int64_t stride = group * kPanel<A>;

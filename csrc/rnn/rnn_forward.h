@@ -192,7 +192,9 @@ struct Forward {
       return;
     }
     const int64_t group = panel_group<NV>(count), panel_products_size = count * NV * W<A>;
-    for (int64_t panel = panel_begin; panel < panel_end; panel += group) {
+    const int64_t groups = (panel_end - panel_begin + group - 1) / group;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group;
       const int64_t begin = panel * kUnits, end = H - begin < panels * kUnits ? H : begin + panels * kUnits;
       panel_products<A, NV>(count, panels, P, state.h[parity], state.h_stride,

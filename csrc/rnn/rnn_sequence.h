@@ -20,7 +20,7 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
                                           A* c, int64_t ldc, int64_t c_panel, bool accumulate) {
   int64_t k = 0;
   do {
-    const int64_t end = depth - k < kGemmSlice ? depth : k + kGemmSlice;
+    const int64_t end = depth - k < kPanelSlice ? depth : k + kPanelSlice;
     Vec<A> acc[MR][NP][NV] = {};
     for (; k < end; ++k) {
       Vec<A> x[MR];
@@ -50,7 +50,7 @@ constexpr int kTilePanels = NV >= 8 ? 1 : 8 / NV;
 template <class A, int NV, int R = kTileRows<NV>>
 __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                                          int64_t ldc, bool accumulate) {
-  if (rows == R) gemm_tile<A, R, NV, Unit::k>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate);
+  if (rows == R) gemm_tile<A, R, NV, Unit::k, kPanelSlice>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate);
   else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate);
 }
 
@@ -92,6 +92,10 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
     }
   }
 }
+
+// The g-th of a turn: every other turn goes backwards, so that it finds the weights in cache that the last one ended
+// with.
+inline int64_t zigzag(int64_t g, int64_t groups, int64_t turn) { return turn & 1 ? groups - 1 - g : g; }
 
 // C[rows, columns] = A B with B in panels of one group; a row of C has room for whole panels.
 template <class A>
