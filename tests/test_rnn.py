@@ -409,6 +409,7 @@ def test_state_is_zero_without_one(cell):
 # ---- determinism --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_on_any_number_of_threads(cell, dtype, isa):
     tensors = sequence(cell, 40, 67, 33, 65, runs=2, dtype=dtype) + parameters(cell, 33, 65, directions=2, dtype=dtype)
     threads = torch.get_num_threads()

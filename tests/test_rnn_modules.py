@@ -217,8 +217,7 @@ def test_unbatched_options():
 # ---- compile, export, opcheck -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("function", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize(("function", "dynamic"), [("lstm", False), ("lstm", True), ("gru", True), ("rnn_tanh", True)])
 def test_compile_fullgraph(function, dynamic):
     torch._dynamo.reset()
     groups = {"lstm": 4, "gru": 3, "rnn_tanh": 1}[function]
@@ -327,8 +326,7 @@ def op_case(cell, steps, batch, directions, options):
     return [x, h0, c0, *lists, *rest, 0.2 * options, 0.1 * options * (cell == 0), 1e-5, cell]
 
 
-@pytest.mark.parametrize(("steps", "batch"), [(3, 2), (3, 0), (0, 2)])
-@pytest.mark.parametrize("cell", range(4))
+@pytest.mark.parametrize(("cell", "steps", "batch"), [*[(c, 3, 2) for c in range(4)], (0, 3, 0), (1, 0, 2)])
 @pytest.mark.parametrize("options", [False, True])
 def test_opcheck(cell, steps, batch, options):
     directions = 2 if batch else 1
