@@ -417,7 +417,7 @@ NORMS = [torch.ones(28)] * 4 + [torch.ones(7)] * 2
          lambda: seqkern.gru(X, None, WEIGHTS)),
         (ValueError, r"lstm: weights\[3\] \(b_hh\) must have shape \(28,\), got \(27,\)",
          lambda: seqkern.lstm(X, None, [*WEIGHTS[:3], torch.randn(27)])),
-        (ValueError, "lstm: a projection must be narrower than the hidden size 7, got 7",
+        (ValueError, "lstm: a projection must be narrower than the hidden size 7, not 0, got 7",
          lambda: seqkern.lstm(X, None, [*WEIGHTS, torch.randn(7, 7)])),
         (ValueError, r"lstm: weights\[0\] \(w_ih\) must have shape \(32, 4\), got \(28, 4\)",
          lambda: seqkern.lstm(X, None, [*WEIGHTS, torch.randn(7, 8)])),
@@ -536,3 +536,50 @@ def test_the_op_itself_guards_its_pointers(words, change):
     arguments = dict(enumerate([X, H0, C0, *lists, *[None] * 4, 0.0, 0.0, 1e-5, 0, False, True])) | change
     with pytest.raises(RuntimeError, match=f"rnn_fwd: {words}"):
         OPS.rnn_fwd(*arguments.values())
+
+
+# ---- what a packed sequence and an input without a batch are asked before they are rearranged ---------------------
+
+PACKED = pack_sequence([torch.randn(n, 4) for n in (2, 3, 1)], enforce_sorted=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "arguments"),
+    [
+        (ValueError, "hx must have the batch size 3", (PACKED, torch.randn(1, 5, 5))),
+        (ValueError, "hx must have the batch size 3", (PACKED, torch.randn(1, 2, 5))),
+        (ValueError, "hx must have 3 dimensions", (PACKED, torch.randn(5))),
+        (ValueError, r"resets must have shape \(3, 3\), got \(3, 7\)", (PACKED, None, torch.zeros(3, 7).bool())),
+        (TypeError, "resets must be a tensor", (PACKED, None, [[True]])),
+        (TypeError, "resets must be a tensor", (torch.randn(3, 4), None, [True, False, True])),
+        (ValueError, r"resets must have shape \(3,\)", (torch.randn(3, 4), None, torch.zeros(4).bool())),
+    ],
+)
+def test_errors_come_before_the_order_of_the_batch(error, words, arguments):
+    input, hx, resets = (*arguments, None)[:3]
+    with pytest.raises(error, match=f"GRU: {words}"):
+        seqkern.nn.GRU(4, 5)(input, hx, resets=resets)
+
+
+@pytest.mark.parametrize("lengths", [[2**70, 1], [-1, 2], [4, 1]])
+def test_lengths_out_of_range(lengths):
+    with pytest.raises(ValueError, match="GRU|gru: lengths must be between 0 and 3"):
+        seqkern.nn.GRU(4, 5)(torch.randn(3, 2, 4), lengths=lengths)
+
+
+def test_a_projection_to_nothing_is_refused():
+    weights = [torch.ones(8, 1), torch.zeros(8, 0), torch.zeros(0, 2)]
+    with pytest.raises(ValueError, match="a projection must be narrower than the hidden size 2, not 0, got 0"):
+        seqkern.lstm(torch.ones(2, 1, 1), None, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_recompute_does_not_move_the_bend_of_relu(dtype):
+    torch.manual_seed(0)
+    weights = [(torch.randn(8, n) * 0.4).to(dtype) for n in (33, 8)]
+    x, h = torch.randn(33, 64, 33).to(dtype).requires_grad_(), torch.zeros(1, 64, 8, dtype=dtype)
+    kept, found = (
+        torch.autograd.grad(seqkern.rnn_relu(x, h, weights, recompute=recompute)[0].float().sum(), x)[0]
+        for recompute in (False, True)
+    )
+    assert torch.equal(kept, found)

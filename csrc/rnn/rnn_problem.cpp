@@ -83,6 +83,7 @@ RnnProblem::RnnProblem(const RnnArguments& a)
   has_w_hr = check_list(a.w_hr, {width, hidden}, type, "w_hr");
   SK_CHECK(has_w_hr ? lstm : hidden == width, op, ": h0 of width ", width, " and c0 of width ", hidden,
            " need w_hr, which is for LSTM");
+  SK_CHECK(!has_w_hr || width > 0, op, ": w_hr must have rows, got none");
   has_peephole = check_list(a.peephole, {3, hidden}, type, "peephole");
   SK_CHECK(!has_peephole || lstm, op, ": peephole is for LSTM");
   has_norm = check_list(a.norm, {norm_columns(cell, hidden)}, acc, "norm");

@@ -88,7 +88,7 @@ class _Recurrent(torch.nn.RNNBase):
         if input.dim() == 3:
             return self._run_padded(input, hx, lengths, resets, return_all_c, self.batch_first)
         hx = None if hx is None else _map_state(lambda t: t.unsqueeze(1), _check_dims(name, hx, self.mode, 2))
-        resets = None if resets is None else resets.unsqueeze(1)
+        resets = None if resets is None else _check_resets(name, resets, (input.shape[0],)).unsqueeze(1)
         if isinstance(lengths, int) or (isinstance(lengths, Tensor) and lengths.dim() == 0):
             lengths = [lengths] if isinstance(lengths, int) else lengths.unsqueeze(0)
         output, state, *cells = self._run_padded(input.unsqueeze(1), hx, lengths, resets, return_all_c, False)
@@ -134,11 +134,17 @@ class _Recurrent(torch.nn.RNNBase):
         steps: Any = batch_sizes.shape[0]
         _check_features(name, data, self.input_size)
         padded, lengths = torch._VF._pad_packed_sequence(data, batch_sizes, False, 0.0, steps)
-        if resets is not None and self.batch_first:
-            resets = resets.t()
+        batch = int(batch_sizes[0])
+        if resets is not None:
+            shape = (batch, steps) if self.batch_first else (steps, batch)
+            resets = _check_resets(name, resets, shape)
+            resets = resets.t() if self.batch_first else resets
         if sorted_indices is not None:
             if hx is not None:
-                hx = check_pair(name, hx) if self.mode == "LSTM" else check_state(name, hx)
+                hx = _check_dims(name, hx, self.mode, 3)
+                for state in hx if isinstance(hx, tuple) else (hx,):
+                    if state.shape[1] != batch:
+                        raise ValueError(f"{name}: hx must have the batch size {batch}, got shape {tuple(state.shape)}")
                 hx = _map_state(lambda t: t.index_select(1, sorted_indices), hx)
             resets = None if resets is None else resets.index_select(1, sorted_indices)
         output, state, *cells = self._run_padded(padded, hx, lengths, resets, return_all_c, False)
@@ -421,15 +427,24 @@ def _check_features(op: str, input: Tensor, input_size: int) -> None:
 
 
 def _check_dims(op: str, hx: Any, mode: str, dims: int) -> Any:
-    """The state beside an input without a batch: of so many dimensions."""
+    """The state, of so many dimensions: two beside an input without a batch."""
     pair = mode == "LSTM"
     for i, state in enumerate(check_pair(op, hx) if pair else (check_state(op, hx),)):
         if state.dim() != dims:
+            beside = " beside an input without a batch" if dims < 3 else ""
             raise ValueError(
-                f"{op}: hx{f'[{i}]' * pair} must have {dims} dimension{'s' * (dims > 1)} beside an input without a "
-                f"batch, got shape {tuple(state.shape)}"
+                f"{op}: hx{f'[{i}]' * pair} must have {dims} dimension{'s' * (dims > 1)}{beside}, "
+                f"got shape {tuple(state.shape)}"
             )
     return hx
+
+
+def _check_resets(op: str, resets: Any, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(resets, Tensor):
+        raise TypeError(f"{op}: resets must be a tensor or None, got {type(resets).__name__}")
+    if tuple(resets.shape) != shape:
+        raise ValueError(f"{op}: resets must have shape {shape}, got {tuple(resets.shape)}")
+    return resets
 
 
 def _map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:

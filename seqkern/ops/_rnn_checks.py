@@ -155,8 +155,8 @@ def check_weights(
     if per_cell % 2:
         check_tensor(op, f"weights[{per_cell - 1}]", weights[per_cell - 1], 2)
         hidden = weights[per_cell - 1].shape[1]
-        if width >= hidden:
-            raise ValueError(f"{op}: a projection must be narrower than the hidden size {hidden}, got {width}")
+        if not 0 < width < hidden:
+            raise ValueError(f"{op}: a projection must be narrower than the hidden size {hidden}, not 0, got {width}")
     sizes = Sizes(cell, num_layers, directions, input.shape[2], hidden, width, per_cell >= 4)
     names = sizes.names
     for index, t in enumerate(weights):
@@ -239,9 +239,11 @@ def check_zoneout(op: str, zoneout: Any, cell: int) -> tuple[float, float]:
 
 def prepare_lengths(op: str, lengths: Any, input: Tensor, steps: int, batch: int) -> Tensor:
     """(B,) int64 on the input's device; their range is checked where they can be read at once."""
-    if isinstance(lengths, (tuple, list)):
+    if isinstance(lengths, (tuple, list, range)):
         if not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in lengths):
             raise TypeError(f"{op}: lengths must be whole numbers, got {lengths!r}")
+        if any(isinstance(n, int) and not 0 <= n < 2**63 for n in lengths):
+            raise ValueError(f"{op}: lengths must be between 0 and {steps}, the steps, got {lengths!r}")
         lengths = torch.tensor(lengths, dtype=torch.int64, device=input.device)
     if not isinstance(lengths, Tensor):
         raise TypeError(f"{op}: lengths must be a tensor or a sequence of numbers, got {type(lengths).__name__}")

@@ -94,7 +94,8 @@ def lstm(
         resets: (T, B) bool, or (B, T) with batch_first: where True, the state is zero before step t, and for the
             reverse direction after it: no direction sees across the border between t - 1 and t.
         return_all_c: also return the cell states of the last layer at all steps.
-        recompute: saves less for backward: gates are found again there, by one product over all steps.
+        recompute: saves less for backward: gates are found again there, by one product over all steps. (A simple RNN's
+            one gate is h: nothing is found again.)
         seed: one int64 number that decides every mask; None draws one from the device's generator
             (torch.manual_seed) where there is a mask to decide. With it, dropout between the layers is decided by it
             too, otherwise by torch's generator as torch.nn.LSTM's. Masks: seqkern/reference/dropout.py.
@@ -334,6 +335,7 @@ def _network(
     input, h0, c0, *weights = autocast(input, *hx, *weights)
     peepholes = None if peepholes is None else [t.to(input.dtype) for t in peepholes]
 
+    recompute = recompute and cell in (LSTM, GRU)  # what an RNN keeps is h, and of a rounded h relu's slope is another
     directions, backend = sizes.directions, backend_for(op, input)
     x = input.transpose(0, 1) if batch_first else input
     if lengths is not None:  # what stands past the end is not to be multiplied, by a zero gradient even
