@@ -14,6 +14,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +115,20 @@ def check(module: str, arch: int, thorough: bool = False, tf32: bool = False) ->
 MODULES = ["attention", "layer_norm", "rnn"]
 
 
+@pytest.fixture(scope="module")
+def checks() -> Iterator[dict[tuple[str, int], Future[None]]]:
+    """All at the same time, on as many processors as there are: one compilation keeps one busy."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = {(module, arch): pool.submit(check, module, arch) for arch in SHARED_MEMORY for module in MODULES}
+        yield started
+        for future in started.values():
+            future.cancel()
+
+
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("module", MODULES)
-def test_fits_registers_and_shared_memory(module: str, arch: int) -> None:
-    check(module, arch)
+def test_fits_registers_and_shared_memory(module: str, arch: int, checks: dict[tuple[str, int], Future[None]]) -> None:
+    checks[module, arch].result()
 
 
 @pytest.mark.slow
