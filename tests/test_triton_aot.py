@@ -119,7 +119,7 @@ MODULES = ["attention", "layer_norm", "rnn"]
 def checks() -> Iterator[dict[tuple[str, int], Future[None]]]:
     """All at the same time, on as many processors as there are: one compilation keeps one busy."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        started = {(module, arch): pool.submit(check, module, arch) for arch in SHARED_MEMORY for module in MODULES}
+        started = {(module, arch): pool.submit(check, module, arch) for module in MODULES for arch in SHARED_MEMORY}
         yield started
         for future in started.values():
             future.cancel()
