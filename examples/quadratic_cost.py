@@ -12,7 +12,8 @@ and of forward and backward together; it is measured apart from time, every poin
 fixed costs no longer show.
 
 The share of GEMM is what attention reaches of the machine's speed: the operations that the visible scores need, over
-the time of the fastest round, beside the rate of the fastest large matrix product in the same dtype and the same run.
+the time of the fastest round, beside the rate of the fastest large matrix product in the same dtype and the same run
+(in float32 where the machine has no instructions for the dtype).
 
     python -m examples.quadratic_cost --budget 60
 """
@@ -56,6 +57,7 @@ MATERIALISED_LEAST_BYTES = 256e6
 WINDOW_LIMIT_EXPONENT = 1.4
 # A product of two such matrices is large enough for the machine's full rate.
 GEMM_SIZE = 2048
+PROBE_SIZE = 128
 
 
 def materialised_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -216,13 +218,25 @@ def needed_flops(implementation: str, length: int, direction: str) -> int:
 
 
 def gemm_rates(size: int = GEMM_SIZE, products: int = 3) -> dict[str, float]:
-    """Operations per second of the fastest of a few products of two square matrices, by dtype."""
-    rates = {}
-    for dtype in dict.fromkeys(map(dtype_of, VARIANTS)):
-        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        seconds = time_in_turns({"product": partial(torch.mm, a, b)}, budget=0.3, least=1, most=products)["product"]
-        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / min(seconds)
-    return rates
+    """Operations per second of the fastest of a few products of two square matrices, by dtype.
+
+    A dtype for which the machine has no instructions can be calculated in float32: its rate is float32's where a small
+    product of its own is slower, by far (torch's bfloat16 product without them takes a thousand times as long).
+    """
+    rates = {torch.float32: product_rate(torch.float32, size, products)}
+    small = partial(product_rate, size=PROBE_SIZE, products=3)
+    for dtype in map(dtype_of, VARIANTS):
+        if dtype not in rates:
+            has_instructions = small(dtype) > small(torch.float32) / 4
+            rates[dtype] = product_rate(dtype, size, products) if has_instructions else rates[torch.float32]
+    return {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
+
+
+def product_rate(dtype: torch.dtype, size: int, products: int) -> float:
+    """Operations per second of the fastest of some products of two square matrices."""
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    seconds = time_in_turns({"product": partial(torch.mm, a, b)}, budget=0.3, least=1, most=products)["product"]
+    return 2 * size**3 / min(seconds)
 
 
 def share_of_gemm(point: Point, rates: dict[str, float]) -> float | None:

@@ -136,6 +136,18 @@ def test_the_rate_of_a_matrix_product_is_of_each_dtype() -> None:
     assert 0.01 < rates["float32"] / (2 * 256**3 / fastest) < 10
 
 
+def test_a_dtype_without_instructions_is_held_against_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def product_rate(dtype: torch.dtype, size: int, products: int) -> float:
+        measured.append((dtype, size))
+        return 100.0 if dtype == torch.float32 else 1.0
+
+    monkeypatch.setattr(quadratic_cost, "product_rate", product_rate)
+    assert quadratic_cost.gemm_rates(size=2048) == {"float32": 100.0, "bfloat16": 100.0}
+    assert (torch.bfloat16, 2048) not in measured  # it would take the time of the whole demo
+
+
 def test_share_of_gemm_is_the_needed_operations_over_the_rate() -> None:
     rates = {"float32": 1e9, "bfloat16": 4e9}
     visible = 1000 * 1001 // 2
