@@ -34,6 +34,8 @@ template <class A>
 int64_t panel_width(int64_t groups) {
   return (groups == 1 ? kGemmVecs : groups) * W<A>;
 }
+// Vectors of a panel that lie side by side, as a tile reads them; the next ones follow below, at the same depths.
+constexpr int64_t tile_vectors(int64_t groups) { return groups % kGemmVecs == 0 || groups == 1 ? kGemmVecs : groups; }
 template <class A>
 int64_t panel_count(int64_t columns, int64_t groups) {
   const int64_t width = groups == 1 ? kPanel<A> : W<A>;
@@ -69,20 +71,22 @@ void pack_item(const Packing& p, int64_t item) {
   const int64_t panel = item / slices, k = item % slices * kBlockDepth;
   const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
   const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups;
-  A* packed = static_cast<A*>(p.packed) + (panel * p.packed_depth + p.packed_begin + k) * width;
+  const int64_t side = tile_vectors(p.groups) * W<A>;
+  A* packed_panel = static_cast<A*>(p.packed) + panel * p.packed_depth * width + (p.packed_begin + k) * side;
   for (int64_t v = 0; v < width / W<A>; ++v) {
     const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
     const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
     const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
+    A* packed = packed_panel + v * W<A> / side * p.packed_depth * side + v * W<A> % side;
     if (p.rows) {
       for (int64_t i = 0; i < depth; ++i) {
         const T* row = static_cast<const T*>(p.rows[k + i]);
-        store(packed + i * width + v * W<A>, row && count > 0 ? load_upto(row + column, count) : Vec<A>{});
+        store(packed + i * side, row && count > 0 ? load_upto(row + column, count) : Vec<A>{});
       }
       continue;
     }
     const T* source = static_cast<const T*>(p.source) + k * p.k_stride + (count > 0 ? column * p.n_stride : 0);
-    pack_vector(source, p.k_stride, p.n_stride, depth, count, packed + v * W<A>, width);
+    pack_vector(source, p.k_stride, p.n_stride, depth, count, packed, side);
   }
 }
 

@@ -11,7 +11,8 @@ namespace seqkern {
 constexpr int64_t kBlockRows = 96, kBlockColumns = 256, kBlockDepth = 128;
 
 // Copies B(k, n) = source[k * k_stride + n * n_stride] into panels that a micro-tile streams: [panel][k][vectors][W],
-// in the accumulation type, zero where a panel reaches beyond the columns. One of the strides is 1.
+// in the accumulation type, zero where a panel reaches beyond the columns. One of the strides is 1. A panel of more
+// vectors than a tile is wide is several, one tile wide each.
 struct Packing {
   Dtype dtype;
   const void* source;

@@ -93,11 +93,11 @@ void multiply(const RnnProblem& p, Product product) {
 // cache the next pass finds there, and large enough for the products to run at full rate. By the shape alone: the
 // number of threads changes no sum. Sums over the steps of a chunk are in the accumulation type, those over the chunks
 // and the batch in double: hence not too many steps.
-constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 256, kChunkSteps = 32;
+constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 512, kChunkSteps = 32, kSingleSteps = 256;
 
 int64_t chunk_steps(const RnnProblem& p) {
   const int64_t rows = std::max(kChunkRows, kChunkElements / std::max<int64_t>(1, p.saved_columns));
-  const int64_t most = std::max(kChunkSteps, kChunkRows / std::max<int64_t>(1, p.batch));
+  const int64_t most = std::max(kChunkSteps, kSingleSteps / std::max<int64_t>(1, p.batch));
   return std::clamp<int64_t>(std::min(most, rows / std::max<int64_t>(1, p.batch)), 1, std::max<int64_t>(1, p.steps));
 }
 

@@ -135,10 +135,13 @@ struct Backward {
     }
   }
 
-  void turn(int64_t turn, int64_t panel_begin, int64_t panel_end, A* products) const {
+  void turn(int64_t turn, int64_t panel_begin, int64_t panel_end, A* scratch) const {
     const int64_t steps = p.step_end - p.step_begin, step = p.step_end - 1 - turn;
     const int64_t t = turn > 0 ? rows.time(step + 1) : 0, t_next = turn < steps ? rows.time(step) : 0;
     const int64_t count = turn > 0 ? rows.count(t) : 0, next = turn < steps ? rows.count(t_next) : 0;
+    using Row = BackwardRow<A>;
+    const Row* table = row_table<Row>(scratch, next, [&](int64_t i) { return row_at(t_next, i); });
+    A* products = scratch + row_table_size<Row, A>(rows.share.rows);
     const A* d = nullptr;
     if (count > 0)
       d = (l.norm ? static_cast<const A*>(p.grad_zh) : static_cast<const A*>(p.grad_z) + kPart * H) +
@@ -151,7 +154,7 @@ struct Backward {
         carry(t, count, 0, P, 0, H, state.dh_hat, state.h_stride);
       }
       change(count, next, 0, P, 0, H);
-      if (next > 0) wide_step(t_next, next);
+      if (next > 0) wide_step(t_next, next, table);
       return;
     }
     const int64_t group = panel_group<kGemmVecs>(count);
@@ -163,12 +166,12 @@ struct Backward {
       const int64_t stride = group * kPanel<A>;
       panel_products<A, kGemmVecs>(count, panels, G * H, d, d_stride, packed + panel * G * H * kPanel<A>, products,
                                    stride, kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
-                                     for (int64_t i = i0; i < i1 && i < next; ++i) fetch(row_at(t_next, i), begin, end);
+                                     for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
                                    });
       carry(t, count, begin, end, begin, end, products, stride);
       change(count, next, begin, end, begin, end);
       for (int64_t i = 0; i < next; ++i) {
-        const BackwardRow<A> r = row_at(t_next, i);
+        const BackwardRow<A>& r = table[i];
         ZoneoutRow<A> zoneout[2];
         begin_zoneout(zoneout, t_next, i);
         for (int64_t u = begin; u < end; u += W<A>) {
@@ -252,9 +255,9 @@ struct Backward {
   }
 
   // With a norm or a projection: a step of all rows, each as a whole.
-  void wide_step(int64_t t, int64_t count) const {
+  void wide_step(int64_t t, int64_t count, const BackwardRow<A>* table) const {
     for (int64_t i = 0; i < count; ++i) {
-      const BackwardRow<A> r = row_at(t, i);
+      const BackwardRow<A>& r = table[i];
       ZoneoutRow<A> zoneout[2];
       begin_zoneout(zoneout, t, i);
       A* dh_hat = state.dh_hat + i * state.h_stride;
@@ -269,7 +272,7 @@ struct Backward {
                        dh_wide, stride);
     }
     for (int64_t i = 0; i < count; ++i) {
-      const BackwardRow<A> r = row_at(t, i);
+      const BackwardRow<A>& r = table[i];
       if constexpr (kLstm) {
         wide_lstm(r, t, i, dh_wide + i * stride);
       } else {
@@ -333,7 +336,7 @@ int64_t backward_panels(const RnnLayer& l) {
 }
 template <class A>
 int64_t backward_scratch(int64_t rows) {
-  return (rows > 2 ? rows : 2) * kTilePanels<kGemmVecs> * kPanel<A>;
+  return row_table_size<BackwardRow<A>, A>(rows) + (rows > 2 ? rows : 2) * kTilePanels<kGemmVecs> * kPanel<A>;
 }
 
 }  // namespace

@@ -65,6 +65,8 @@ template <class A, Cell kCell, bool Plain>
 struct Forward {
   static constexpr int G = static_cast<int>(gate_count(kCell)), R = static_cast<int>(saved_count(kCell));
   static constexpr int NV = kPanelVecs<G>, kUnits = kUnitVecs<G> * W<A>;
+  // A panel is worked on in parts as wide as a tile: their products come to lie side by side.
+  static constexpr int TV = static_cast<int>(tile_vectors(G)), kParts = NV / TV;
   static constexpr bool kLstm = kCell == Cell::lstm;
 
   const RnnForward& p;
@@ -180,30 +182,44 @@ struct Forward {
     }
   }
 
-  void turn(int64_t turn, int64_t panel_begin, int64_t panel_end, A* products) const {
+  static int64_t unit_group(int64_t count) {
+    const int64_t parts = panel_group<TV>(count);
+    return parts > kParts ? parts / kParts : 1;
+  }
+  // The products of `panels` panels, at most unit_group(count): rows of NV vectors, panel after panel.
+  template <class Before>
+  SK_INLINE void unit_products(int64_t count, int64_t panel, int64_t panels, int parity, A* products,
+                               const Before& before) const {
+    panel_products<A, TV>(count, panels * kParts, P, state.h[parity], state.h_stride,
+                          static_cast<const A*>(p.direction.packed_w_hh) + panel * P * NV * W<A>, products, NV * W<A>,
+                          kParts > 1 ? TV * W<A> : count * NV * W<A>, before);
+  }
+
+  void turn(int64_t turn, int64_t panel_begin, int64_t panel_end, A* scratch) const {
     const int64_t step = p.step_begin + turn - 1, steps = p.step_end - p.step_begin;
     const int64_t t = turn > 0 ? rows.time(step) : 0, t_next = turn < steps ? rows.time(step + 1) : 0;
     const int64_t count = turn > 0 ? rows.count(t) : 0, next = turn < steps ? rows.count(t_next) : 0;
     // A step reads the buffer of its parity and writes the other one, which the step after it reads.
     const int parity = static_cast<int>(step & 1), next_parity = parity ^ 1;
+    using Row = ForwardRow<A>;
+    const Row* table = row_table<Row>(scratch, count, [&](int64_t i) { return row_at(t, i, parity); });
+    A* products = scratch + row_table_size<Row, A>(rows.share.rows);
     if (!Plain && (l.norm || l.project)) {
-      if (count > 0) wide_step(t, count, parity, products);
+      if (count > 0) wide_step(t, count, parity, table, products);
       change(count, t_next, next, next_parity, 0, P, 0, H);
       return;
     }
-    const int64_t group = panel_group<NV>(count), panel_products_size = count * NV * W<A>;
+    const int64_t group = unit_group(count), panel_products_size = count * NV * W<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group;
       const int64_t begin = panel * kUnits, end = H - begin < panels * kUnits ? H : begin + panels * kUnits;
-      panel_products<A, NV>(count, panels, P, state.h[parity], state.h_stride,
-                            static_cast<const A*>(p.direction.packed_w_hh) + panel * P * NV * W<A>, products, NV * W<A>,
-                            panel_products_size, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
-                              for (int64_t i = i0; i < i1; ++i) fetch(row_at(t, i, parity), begin);
-                            });
+      unit_products(count, panel, panels, parity, products, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
+        for (int64_t i = i0; i < i1; ++i) fetch(table[i], begin);
+      });
       for (int64_t i = 0; i < count; ++i) {
-        const ForwardRow<A> r = row_at(t, i, parity);
+        const ForwardRow<A>& r = table[i];
         ZoneoutRow<A> zoneout[2];
         begin_zoneout(zoneout, t, i);
         for (int64_t u = begin; u < end; u += W<A>) {
@@ -259,13 +275,11 @@ struct Forward {
     return gates_of(zx, z, W<A>, c_prev, h_prev, u, gates, o);
   }
 
-  void wide_step(int64_t t, int64_t count, int parity, A* products) const {
-    const int64_t group = panel_group<NV>(count), panels = (H + kUnits - 1) / kUnits, size = count * NV * W<A>;
+  void wide_step(int64_t t, int64_t count, int parity, const ForwardRow<A>* table, A* products) const {
+    const int64_t group = unit_group(count), panels = (H + kUnits - 1) / kUnits, size = count * NV * W<A>;
     for (int64_t panel = 0; panel < panels; panel += group) {
       const int64_t some = panels - panel < group ? panels - panel : group;
-      panel_products<A, NV>(count, some, P, state.h[parity], state.h_stride,
-                            static_cast<const A*>(p.direction.packed_w_hh) + panel * P * NV * W<A>, products, NV * W<A>,
-                            size, [](int64_t, int64_t) {});
+      unit_products(count, panel, some, parity, products, [](int64_t, int64_t) {});
       for (int64_t q = 0; q < some; ++q)
         for (int64_t i = 0; i < count; ++i)
           for (int v = 0; v < NV; ++v) {
@@ -276,7 +290,7 @@ struct Forward {
           }
     }
     for (int64_t i = 0; i < count; ++i) {
-      const ForwardRow<A> r = row_at(t, i, parity);
+      const ForwardRow<A>& r = table[i];
       A *zh = state.zh + i * state.z_stride, *c_new = state.c_new + i * state.c_stride,
         *o = state.o + i * state.c_stride;
       if (p.products) copy_columns(zh, at(p.products, (t * l.batch + rows.row(i)) * G * H), 0, G * H);
@@ -295,7 +309,7 @@ struct Forward {
       h_hat = state.h_hat, stride = state.h_stride;
     }
     for (int64_t i = 0; i < count; ++i) {
-      const ForwardRow<A> r = row_at(t, i, parity);
+      const ForwardRow<A>& r = table[i];
       ZoneoutRow<A> zoneout[2];
       begin_zoneout(zoneout, t, i);
       for (int64_t u = 0; u < P; u += W<A>) keep_h(r, load(h_hat + i * stride + u), u, zoneout[0]);
@@ -346,7 +360,7 @@ int64_t forward_panels(const RnnLayer& l) {
 template <class A>
 int64_t forward_scratch(int64_t rows) {
   // Of one panel of many rows, or of a group of one or two.
-  return (rows > 2 ? rows : 2) * 8 * W<A>;
+  return row_table_size<ForwardRow<A>, A>(rows) + (rows > 2 ? rows : 2) * 8 * W<A>;
 }
 
 }  // namespace

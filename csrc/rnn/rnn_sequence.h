@@ -2,6 +2,8 @@
 // through the rows of a share, and the state that comes and goes with them.
 #pragma once
 
+#include <new>
+
 #include "blocked_gemm.h"
 #include "rnn_cell.h"
 
@@ -185,6 +187,18 @@ struct Rows {
     return ((2 * direction + which) * layer.steps + t) * layer.batch + row(i);
   }
 };
+
+// Scratch begins with where the rows of a turn lie, worked out once and not for every panel; its products follow.
+template <class Row, class A>
+constexpr int64_t row_table_size(int64_t rows) {
+  return (rows * static_cast<int64_t>(sizeof(Row)) + 63) / 64 * 64 / static_cast<int64_t>(sizeof(A));
+}
+template <class Row, class A, class RowAt>
+SK_INLINE const Row* row_table(A* scratch, int64_t rows, const RowAt& row_at) {
+  Row* table = reinterpret_cast<Row*>(scratch);
+  for (int64_t i = 0; i < rows; ++i) new (table + i) Row(row_at(i));
+  return table;
+}
 
 // Copies columns [begin, end) of a row.
 template <class A>
