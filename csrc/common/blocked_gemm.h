@@ -2,8 +2,9 @@
 //
 // B is packed once into panels that the tiles stream from L2 (gemm.h: 4 vectors of B for 24 multiply-adds, well under
 // what L2 delivers). C is cut into blocks of up to kBlockRows x kBlockColumns, one work item each. A block's C stays in
-// scratch over the whole depth; A comes in slices of kBlockDepth, copied beside it: converted, and free of the strides
-// of a power of two that make rows collide in the cache.
+// scratch over the whole depth, and a tile of it leaves as soon as it is complete, out of L1. A comes in slices of
+// kBlockDepth. It is read where it lies if it can be; else a slice is copied: to convert it, to bring the elements of a
+// tile together, or because rows a multiple of 4 KB apart would collide in the cache.
 //
 // An element of C is the sum of its slices in ascending k, whatever the blocks are and whoever computes them: the
 // result depends on neither the number of threads nor the other rows.
@@ -16,11 +17,17 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
+// For lambdas that only prefetch: gcc takes such a function for one without effect and drops the call, unless it was
+// inlined before.
+#define SK_PREFETCHING __attribute__((always_inline))
+
 template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
 // Terms of a sum in a row, as in gemm.h. With 12 accumulators, 64 instead of 32 take 3% less time, but an LSTM of 129
 // inputs then has twice torch's error.
 constexpr int64_t kPanelSlice = kGemmSlice;
+// Depth of a slice: 16 or 32 KB of a panel, which L1 keeps over the rows of a block.
+constexpr int64_t kBlockDepth = 512 / kGemmVecs;
 // A row of scratch ends one cache line later than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
@@ -130,22 +137,26 @@ __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, i
   else gemm_columns<A, NR, Unit::row, kPanelSlice>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
 }
 
-// C[M, columns of B] (+)= A B over one slice, with B a run of panels, `panel_stride` apart.
-template <class A>
+// C[M, columns of B] (+)= A B over one slice, with B a run of panels, `panel_stride` apart. before(m, n, rows, columns)
+// is called before a tile is worked on, after() when it is done.
+template <class A, class Before, class After>
 void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
-                     const A* b, int64_t panel_stride, A* c, int64_t ldc, bool accumulate, Ahead& ahead) {
+                     const A* b, int64_t panel_stride, A* c, int64_t ldc, bool accumulate, const Before& before,
+                     const After& after) {
   for (int64_t n = 0; n < columns; n += kPanel<A>, b += panel_stride) {
+    const int64_t width = columns - n < kPanel<A> ? columns - n : kPanel<A>;
     for (int64_t m = 0; m < M; m += kGemmRows) {
       const int64_t rows = M - m < kGemmRows ? M - m : kGemmRows;
       const A* a_rows = a + m * row_stride;
       A* c_tile = c + m * ldc + n;
-      ahead.fetch();
-      if (columns - n > kPanel<A> - W<A>) {
+      before(m, n, rows, width);
+      if (width > kPanel<A> - W<A>) {
         panel_columns<A, kGemmVecs>(rows, K, a_rows, row_stride, k_stride, b, c_tile, ldc, accumulate);
       } else {
-        for (int64_t v = 0; n + v < columns; v += W<A>)
+        for (int64_t v = 0; v < width; v += W<A>)
           panel_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, c_tile + v, ldc, accumulate);
       }
+      after(m, n, rows, width);
     }
   }
 }
@@ -176,9 +187,25 @@ void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth
   }
 }
 
+// Where A(m0 .. m0 + rows, 0 ...) can be read in place: its first element, and the stride of its rows; else null.
+template <class A>
+const A* direct_rows(const Product& p, int64_t m0, int64_t rows, int64_t& row_stride) {
+  if (p.a_k_stride != 1 || size_of(p.a_type) != static_cast<int64_t>(sizeof(A))) return nullptr;
+  row_stride = p.a_row_stride;
+  const A* first = p.a_rows ? static_cast<const A*>(p.a_rows[m0]) : static_cast<const A*>(p.a) + m0 * row_stride;
+  if (p.a_rows) {
+    const auto address = [&](int64_t m) { return reinterpret_cast<intptr_t>(p.a_rows[m0 + m]); };
+    const intptr_t step = rows > 1 ? address(1) - address(0) : 0;
+    for (int64_t m = 0; m < rows; ++m)
+      if (!p.a_rows[m0 + m] || address(m) != address(0) + m * step) return nullptr;
+    row_stride = static_cast<int64_t>(step) / static_cast<int64_t>(sizeof(A));
+  }
+  return row_stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0 && rows > 1 ? nullptr : first;
+}
+
 template <class T>
-void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns, const acc_t<T>* c,
-                int64_t ldc) {
+void write_back_as(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns, const acc_t<T>* c,
+                   int64_t ldc) {
   using A = acc_t<T>;
   const A* bias = static_cast<const A*>(p.bias);
   for (int64_t m = 0; m < rows; ++m) {
@@ -189,6 +216,27 @@ void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t 
       if (p.accumulate) v += load_upto(out + n, columns - n);
       store_upto(out + n, v, columns - n);
     }
+  }
+}
+// A tile of C, complete, from scratch to where it belongs.
+template <class A>
+SK_INLINE void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns, const A* c,
+                          int64_t ldc) {
+  if constexpr (sizeof(A) == 8) {
+    write_back_as<double>(p, m0, rows, n0, columns, c, ldc);
+  } else {
+    switch (p.c_type) {
+      case Dtype::bf16: write_back_as<BFloat16>(p, m0, rows, n0, columns, c, ldc); break;
+      case Dtype::f16: write_back_as<Half>(p, m0, rows, n0, columns, c, ldc); break;
+      default: write_back_as<float>(p, m0, rows, n0, columns, c, ldc); break;
+    }
+  }
+}
+SK_INLINE void fetch_tile(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns) {
+  const int64_t size = size_of(p.c_type);
+  for (int64_t m = m0; m < m0 + rows; ++m) {
+    const char* row = static_cast<const char*>(p.c_rows ? p.c_rows[m] : p.c) + (p.c_rows ? 0 : m * p.c_stride * size);
+    for (int64_t byte = n0 * size; byte < (n0 + columns) * size; byte += 64) __builtin_prefetch(row + byte, 1);
   }
 }
 
@@ -202,11 +250,13 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   const int64_t ldc = kBlockColumns + kPad<A>, panel_stride = p.depth * kPanel<A>;
   const A* b = static_cast<const A*>(p.packed_b) + n0 / kPanel<A> * panel_stride;
   A* c = scratch + kStagedA<A>;
-  int64_t row_stride, k_stride;
+  int64_t row_stride = 0, k_stride = 1;
+  const A* direct = direct_rows<A>(p, m0, rows, row_stride);
   // Without any depth the product is zero; a tile of depth 0 writes that.
   for (int64_t k = 0; k == 0 || k < p.depth; k += kBlockDepth) {
     const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
-    if constexpr (sizeof(A) == 8) {
+    if (direct) {
+    } else if constexpr (sizeof(A) == 8) {
       stage<double>(p, m0, rows, k, depth, scratch, row_stride, k_stride);
     } else {
       switch (p.a_type) {
@@ -215,31 +265,32 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
         default: stage<float>(p, m0, rows, k, depth, scratch, row_stride, k_stride); break;
       }
     }
-    Ahead ahead(tile_count<A>(rows, columns));
+    const A* a = direct ? direct + k : scratch;
+    const auto product = [&](const auto& before, const auto& after) {
+      multiply_panels<A>(rows, columns, depth, a, row_stride, k_stride, b + k * kPanel<A>, panel_stride, c, ldc, k > 0,
+                         before, after);
+    };
     const int64_t next = k + kBlockDepth, next_depth = p.depth - next < kBlockDepth ? p.depth - next : kBlockDepth;
     if (next >= p.depth) {
-      const int64_t size = size_of(p.c_type);
-      const char* c_begin =
-          p.c_rows ? static_cast<const char*>(p.c_rows[m0]) : static_cast<const char*>(p.c) + m0 * p.c_stride * size;
-      ahead.add(c_begin + n0 * size, p.c_stride * size, rows, columns * size);
+      product([&](int64_t m, int64_t n, int64_t tile_rows, int64_t width)
+                  SK_PREFETCHING { fetch_tile(p, m0 + m, tile_rows, n0 + n, width); },
+              [&](int64_t m, int64_t n, int64_t tile_rows, int64_t width) {
+                write_back<A>(p, m0 + m, tile_rows, n0 + n, width, c + m * ldc + n, ldc);
+              });
+      continue;
+    }
+    Ahead ahead(tile_count<A>(rows, columns));
+    const int64_t size = size_of(p.a_type);
+    if (direct) {
+      ahead.add(direct + next, row_stride * size, rows, next_depth * size);
     } else if (!p.a_rows) {
-      const int64_t size = size_of(p.a_type);
       const bool by_rows = p.a_k_stride == 1;
       ahead.add(static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size,
                 (by_rows ? p.a_row_stride : p.a_k_stride) * size, by_rows ? rows : next_depth,
                 (by_rows ? next_depth : rows) * size);
     }
-    multiply_panels<A>(rows, columns, depth, scratch, row_stride, k_stride, b + k * kPanel<A>, panel_stride, c, ldc,
-                       k > 0, ahead);
-  }
-  if constexpr (sizeof(A) == 8) {
-    write_back<double>(p, m0, rows, n0, columns, c, ldc);
-  } else {
-    switch (p.c_type) {
-      case Dtype::bf16: write_back<BFloat16>(p, m0, rows, n0, columns, c, ldc); break;
-      case Dtype::f16: write_back<Half>(p, m0, rows, n0, columns, c, ldc); break;
-      default: write_back<float>(p, m0, rows, n0, columns, c, ldc); break;
-    }
+    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { ahead.fetch(); },
+            [](int64_t, int64_t, int64_t, int64_t) {});
   }
 }
 

@@ -182,17 +182,20 @@ struct Forward {
     }
   }
 
+  // Panels that are worked on together: what one or two rows need to keep the multiply-adds busy; of more rows a cache
+  // line of units, so that what the cells read and write is touched once.
   static int64_t unit_group(int64_t count) {
-    const int64_t parts = panel_group<TV>(count);
-    return parts > kParts ? parts / kParts : 1;
+    const int64_t panels =
+        count > 2 ? 64 / (kUnits * static_cast<int64_t>(sizeof(A))) : panel_group<TV>(count) / kParts;
+    return panels > 1 ? panels : 1;
   }
-  // The products of `panels` panels, at most unit_group(count): rows of NV vectors, panel after panel.
+  // The products of `panels` panels, at most unit_group(count), side by side in rows that are `stride` apart.
   template <class Before>
-  SK_INLINE void unit_products(int64_t count, int64_t panel, int64_t panels, int parity, A* products,
+  SK_INLINE void unit_products(int64_t count, int64_t panel, int64_t panels, int parity, A* products, int64_t stride,
                                const Before& before) const {
     panel_products<A, TV>(count, panels * kParts, P, state.h[parity], state.h_stride,
-                          static_cast<const A*>(p.direction.packed_w_hh) + panel * P * NV * W<A>, products, NV * W<A>,
-                          kParts > 1 ? TV * W<A> : count * NV * W<A>, before);
+                          static_cast<const A*>(p.direction.packed_w_hh) + panel * P * NV * W<A>, products, stride,
+                          TV * W<A>, before);
   }
 
   void turn(int64_t turn, int64_t panel_begin, int64_t panel_end, A* scratch) const {
@@ -209,13 +212,13 @@ struct Forward {
       change(count, t_next, next, next_parity, 0, P, 0, H);
       return;
     }
-    const int64_t group = unit_group(count), panel_products_size = count * NV * W<A>;
+    const int64_t group = unit_group(count), stride = group * NV * W<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group;
       const int64_t begin = panel * kUnits, end = H - begin < panels * kUnits ? H : begin + panels * kUnits;
-      unit_products(count, panel, panels, parity, products, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
+      unit_products(count, panel, panels, parity, products, stride, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
         for (int64_t i = i0; i < i1; ++i) fetch(table[i], begin);
       });
       for (int64_t i = 0; i < count; ++i) {
@@ -224,7 +227,7 @@ struct Forward {
         begin_zoneout(zoneout, t, i);
         for (int64_t u = begin; u < end; u += W<A>) {
           const int64_t q = (u - begin) / kUnits, v = G == 1 ? (u - begin) % kUnits : 0;
-          cell(r, products + q * panel_products_size + i * NV * W<A> + v, u, zoneout);
+          cell(r, products + i * stride + q * NV * W<A> + v, u, zoneout);
         }
       }
       change(count, t_next, next, next_parity, begin, end, begin, end);
@@ -276,17 +279,17 @@ struct Forward {
   }
 
   void wide_step(int64_t t, int64_t count, int parity, const ForwardRow<A>* table, A* products) const {
-    const int64_t group = unit_group(count), panels = (H + kUnits - 1) / kUnits, size = count * NV * W<A>;
+    const int64_t group = unit_group(count), panels = (H + kUnits - 1) / kUnits, stride = group * NV * W<A>;
     for (int64_t panel = 0; panel < panels; panel += group) {
       const int64_t some = panels - panel < group ? panels - panel : group;
-      unit_products(count, panel, some, parity, products, [](int64_t, int64_t) {});
+      unit_products(count, panel, some, parity, products, stride, [](int64_t, int64_t) {});
       for (int64_t q = 0; q < some; ++q)
         for (int64_t i = 0; i < count; ++i)
           for (int v = 0; v < NV; ++v) {
             const int64_t u = (panel + q) * kUnits + (G == 1 ? v * W<A> : 0), gate = G == 1 ? 0 : v;
             if (u < H)
-              store_upto(state.zh + i * state.z_stride + gate * H + u, load(products + q * size + (i * NV + v) * W<A>),
-                         H - u);
+              store_upto(state.zh + i * state.z_stride + gate * H + u,
+                         load(products + i * stride + (q * NV + v) * W<A>), H - u);
           }
     }
     for (int64_t i = 0; i < count; ++i) {
@@ -302,17 +305,17 @@ struct Forward {
       wide_output(c_new, o, state.h_wide + i * state.c_stride);
     }
     const A* h_hat = kLstm ? state.h_wide : state.c_new;
-    int64_t stride = state.c_stride;
+    int64_t h_hat_stride = state.c_stride;
     if (l.project) {
-      few_rows_product(count, P, H, h_hat, stride, static_cast<const A*>(p.direction.packed_w_hr), state.h_hat,
+      few_rows_product(count, P, H, h_hat, h_hat_stride, static_cast<const A*>(p.direction.packed_w_hr), state.h_hat,
                        state.h_stride);
-      h_hat = state.h_hat, stride = state.h_stride;
+      h_hat = state.h_hat, h_hat_stride = state.h_stride;
     }
     for (int64_t i = 0; i < count; ++i) {
       const ForwardRow<A>& r = table[i];
       ZoneoutRow<A> zoneout[2];
       begin_zoneout(zoneout, t, i);
-      for (int64_t u = 0; u < P; u += W<A>) keep_h(r, load(h_hat + i * stride + u), u, zoneout[0]);
+      for (int64_t u = 0; u < P; u += W<A>) keep_h(r, load(h_hat + i * h_hat_stride + u), u, zoneout[0]);
     }
   }
 
@@ -359,8 +362,9 @@ int64_t forward_panels(const RnnLayer& l) {
 }
 template <class A>
 int64_t forward_scratch(int64_t rows) {
-  // Of one panel of many rows, or of a group of one or two.
-  return row_table_size<ForwardRow<A>, A>(rows) + (rows > 2 ? rows : 2) * 8 * W<A>;
+  // A group: of eight vectors for one or two rows, four gates of a cache line of units for more.
+  const int64_t vectors = 4 * 64 / (W<A> * static_cast<int64_t>(sizeof(A)));
+  return row_table_size<ForwardRow<A>, A>(rows) + rows * (vectors > 8 ? vectors : 8) * W<A>;
 }
 
 }  // namespace

@@ -11,10 +11,6 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// For lambdas that only prefetch: gcc takes such a function for one without effect and drops the call, unless it was
-// inlined before.
-#define SK_PREFETCHING __attribute__((always_inline))
-
 // A tile: MR rows times NP panels of NV vectors, over one slice of the depth. Many accumulators hide the latency of
 // the multiply-add; one or two rows take those of several panels. As gemm_tile() sums, so sums this.
 template <class A, int MR, int NP, int NV>
