@@ -17,8 +17,6 @@ from seqkern.ops._rnn_checks import (
     GATES,
     GRU,
     LSTM,
-    RNN_RELU,
-    RNN_TANH,
     Sizes,
     autocast,
     check_layers,
@@ -128,8 +126,8 @@ def lstm(
         0.0
     """
     output, h_n, c_n, cells = _network(
-        "lstm", LSTM, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
-        peepholes, recurrent_dropout, zoneout, resets, return_all_c, recompute, seed,
+        "lstm", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed, peepholes, return_all_c,
     )  # fmt: skip
     return (output, (h_n, c_n), cells) if return_all_c else (output, (h_n, c_n))
 
@@ -189,11 +187,10 @@ def gru(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    output, h_n, _, _ = _network(
-        "gru", GRU, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
-        None, recurrent_dropout, zoneout, resets, False, recompute, seed,
-    )  # fmt: skip
-    return output, h_n
+    return _network(
+        "gru", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
 
 
 def rnn_tanh(
@@ -241,11 +238,10 @@ def rnn_tanh(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    output, h_n, _, _ = _network(
-        "rnn_tanh", RNN_TANH, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training,
-        norms, None, recurrent_dropout, zoneout, resets, False, recompute, seed,
-    )  # fmt: skip
-    return output, h_n
+    return _network(
+        "rnn_tanh", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
 
 
 def rnn_relu(
@@ -285,16 +281,14 @@ def rnn_relu(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    output, h_n, _, _ = _network(
-        "rnn_relu", RNN_RELU, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training,
-        norms, None, recurrent_dropout, zoneout, resets, False, recompute, seed,
-    )  # fmt: skip
-    return output, h_n
+    return _network(
+        "rnn_relu", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
 
 
 def _network(
     op: str,
-    cell: int,
     input: Tensor,
     hx: Any,
     weights: Sequence[Tensor],
@@ -305,15 +299,16 @@ def _network(
     dropout_p: float,
     training: bool,
     norms: Any,
-    peepholes: Any,
     recurrent_dropout: float,
     zoneout: Any,
     resets: Any,
-    return_all_c: bool,
     recompute: bool,
     seed: Any,
-) -> tuple[Tensor, ...]:
+    peepholes: Any = None,
+    return_all_c: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """output, h_n, c_n and all c of the last layer; others in their places where these are none or not wanted."""
+    cell = CELLS[op]
     dropout_p = check_probability(op, "dropout", dropout_p)
     mask_p = check_probability(op, "recurrent_dropout", recurrent_dropout)
     if not training:
@@ -442,7 +437,7 @@ def lstm_cell(
         >>> h.shape
         torch.Size([3, 8])
     """
-    return _cell("lstm_cell", LSTM, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("lstm", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def gru_cell(
@@ -478,7 +473,7 @@ def gru_cell(
         >>> seqkern.gru_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
-    return _cell("gru_cell", GRU, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("gru", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def rnn_tanh_cell(
@@ -508,7 +503,7 @@ def rnn_tanh_cell(
         >>> seqkern.rnn_tanh_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
-    return _cell("rnn_tanh_cell", RNN_TANH, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("rnn_tanh", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def rnn_relu_cell(
@@ -536,12 +531,13 @@ def rnn_relu_cell(
         >>> seqkern.rnn_relu_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).min().item() >= 0
         True
     """
-    return _cell("rnn_relu_cell", RNN_RELU, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("rnn_relu", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def _cell(
-    op: str, cell: int, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+    name: str, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> Any:
+    op, cell = f"{name}_cell", CELLS[name]
     check_tensor(op, "input", input, 2)
     h, c = check_pair(op, hx) if cell == LSTM else (check_state(op, hx), None)
     check_tensor(op, "w_hh", w_hh, 2)
@@ -552,9 +548,9 @@ def _cell(
         check_like(op, "hx[1]", c, input, (batch, hidden))
     check_like(op, "w_ih", w_ih, input, (gates, inputs))
     check_like(op, "w_hh", w_hh, input, (gates, hidden))
-    for name, bias in (("b_ih", b_ih), ("b_hh", b_hh)):
+    for bias_name, bias in (("b_ih", b_ih), ("b_hh", b_hh)):
         if bias is not None:
-            check_like(op, name, bias, input, (gates,))
+            check_like(op, bias_name, bias, input, (gates,))
     transforms_active()  # refuses before the compiler looks at a tensor
     if c is h:  # the compiler wants them apart
         c = h.clone()
