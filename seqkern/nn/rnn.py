@@ -72,8 +72,18 @@ class _Recurrent(torch.nn.RNNBase):
         options += [f"{name}={p}" for name in ("recurrent_dropout", "zoneout") if (p := getattr(self, name))]
         return ", ".join([super().extra_repr(), *options])
 
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        *,
+        lengths: Any = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        return self._run(input, hx, lengths, resets)
+
     def _run(
-        self, input: Tensor | PackedSequence, hx: Any, lengths: Any, resets: Tensor | None, return_all_c: bool
+        self, input: Tensor | PackedSequence, hx: Any, lengths: Any, resets: Tensor | None, return_all_c: bool = False
     ) -> tuple[Any, ...]:
         """Output, final state and, if wanted, all c, in the form of the input."""
         name = type(self).__name__
@@ -202,18 +212,9 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         recompute: bool = False,
     ) -> None:
         torch.nn.LSTM.__init__(
-            self,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            proj_size,
-            device,
+            self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device,
             dtype,
-        )
+        )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, peephole, recompute)
 
     def forward(
@@ -267,28 +268,10 @@ class GRU(_Recurrent, torch.nn.GRU):
         recompute: bool = False,
     ) -> None:
         torch.nn.GRU.__init__(
-            self,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device=device,
+            self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device,
             dtype=dtype,
-        )
+        )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
-
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        lengths: Any = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        return self._run(input, hx, lengths, resets, False)
 
 
 class RNN(_Recurrent, torch.nn.RNN):
@@ -332,16 +315,6 @@ class RNN(_Recurrent, torch.nn.RNN):
             device=device, dtype=dtype,
         )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
-
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        lengths: Any = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        return self._run(input, hx, lengths, resets, False)
 
 
 # ---- cells --------------------------------------------------------------------------------------------------------
