@@ -375,6 +375,25 @@ def sequences_apart(device: str = "cpu") -> None:
                 assert torch.equal(left, right)
 
 
+def autocast_around(device: str = "cpu") -> None:
+    """A float32 call takes no notice of autocast, under which a backward pass may come to run."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    for case in (Case(hidden=130, device=device), Case(cell=GRU, by_steps=True, keep=False, device=device)):
+        arguments, results = build(case, 3), []
+        never = mock.patch.object(kernels, "takes_sequence", return_value=False)
+        for enabled in (False, True):
+            autocast = torch.autocast(device, torch.bfloat16, enabled=enabled)
+            with autocast, never if case.by_steps else mock.patch.dict({}):
+                forward = kernels.rnn_fwd(**arguments, keep=True)
+                back = kernels.rnn_bwd(
+                    forward[0], None, None, None, **arguments, output=forward[0], cells=forward[3],
+                    gates=forward[4] if case.keep else forward[4].new_empty(0), products=forward[5],
+                    need_input=True, need_weights=True,
+                )  # fmt: skip
+            results.append([*forward, *back])
+        assert all(map(torch.equal, *results)), case
+
+
 def error_rule(device: str = "cpu") -> None:
     """The functions, through dispatch and autograd, by the error rule: against torch in the same dtype."""
     small = {"steps": 4, "batch": 3, "inputs": 5, "hidden": 9}
@@ -459,6 +478,11 @@ def test_compiled_extremes() -> None:
 
 
 @pytest.mark.gpu
+def test_compiled_autocast() -> None:
+    autocast_around("cuda")
+
+
+@pytest.mark.gpu
 def test_compiled_error_rule() -> None:
     error_rule("cuda")
 
@@ -476,6 +500,7 @@ def main(first: int = RANDOM.start, last: int = RANDOM.stop) -> None:
             check_cell(*each)
         extremes()
         sequences_apart()
+        autocast_around()
     for case, seed in [*cases, *((sample(seed), seed) for seed in range(first, last))]:
         try:
             check(case, seed)
