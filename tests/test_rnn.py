@@ -629,6 +629,10 @@ def test_cost_counts_the_products():
     assert forward.flops == 2 * 128 * 32 * 1024 * 512
     assert cost(128, 32, 256, 256, torch.float32, cell="gru").flops == forward.flops * 3 // 4
     assert cost(128, 32, 256, 256, torch.float32, backward=True).flops == 2 * forward.flops
+    simple = {"cell": "rnn_tanh", "backward": True}  # nothing is found again
+    assert cost(128, 32, 256, 256, torch.float32, recompute=True, **simple) == cost(
+        128, 32, 256, 256, torch.float32, **simple
+    )
     training = cost(128, 32, 256, 256, torch.float32, training=True)
     assert training.bytes > cost(128, 32, 256, 256, torch.float32, training=True, recompute=True).bytes > forward.bytes
 

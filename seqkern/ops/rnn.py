@@ -81,14 +81,16 @@ def lstm(
         bidirectional: a second direction, from the last step to the first, beside each; their outputs are concatenated.
         batch_first: whether the batch is the first dimension of input and output. That of hx is always its second.
         dropout: the probability with which an output of any layer but the last is dropped, when `training`.
-        training: whether dropout, recurrent_dropout and zoneout are at work. All else is the same, gradients too.
+        training: whether dropout and recurrent_dropout are at work, and zoneout draws. All else is the same, gradients
+            too.
         norms: layer norms (eps 1e-5) of W x, of U h and of c on its way to h: for every layer and direction the weight
             and bias of each, (4H,), (4H,), (4H,), (4H,), (H,), (H,), in any floating dtype; biases are added after.
         peepholes: for every layer and direction (3, H), in the input's dtype: how i, f and o see the cell, o the new.
         recurrent_dropout: the probability with which an element of h is dropped on its way into U h, when `training`,
             the same elements at all steps of a sequence.
         zoneout: the probability with which an element of h, and of c, keeps its value of the step before, when
-            `training`; otherwise, the mean of that. One number, or a pair: of h, of c.
+            `training`; otherwise, each is the mean of old and new by that probability. One number, or a pair: of h,
+            of c.
         resets: (T, B) bool, or (B, T) with batch_first: where True, the state is zero before step t, and for the
             reverse direction after it: no direction sees across the border between t - 1 and t.
         return_all_c: also return the cell states of the last layer at all steps.
@@ -107,7 +109,8 @@ def lstm(
         TypeError: an argument that is not a tensor or number where it must be one, or dtypes that are not floating
             point (of lengths: whole numbers, of resets: bool) or differ.
         ValueError: shapes or numbers of tensors that do not fit, tensors on different devices, or a number out of its
-            range (of lengths where they can be read at once: on the CPU, not compiled, not inside a transform).
+            range (of lengths where they can be read at once: in a list or on the CPU, not compiled; of a tensor, not
+            inside a transform either).
         NotImplementedError: the backend in force does not run on the input's device.
 
     Source: Hochreiter and Schmidhuber 1997; the forget gate: Gers et al. 2000; peepholes: Gers and Schmidhuber 2000;
@@ -382,7 +385,8 @@ def _normed(x: Tensor, lists: dict[str, list[Tensor]], norms: list[list[Tensor]]
         sides.append(side + lists["b_ih"][d] if sizes.bias else side)
         lists["norm"].append(torch.cat([t.to(wide) for t in others]))
     lists["w_ih"] = lists["b_ih"] = []
-    return sides[0] if len(sides) == 1 else torch.cat(sides, -1)
+    # Under autocast a layer norm on a GPU is float32: the rest of the network is not.
+    return (sides[0] if len(sides) == 1 else torch.cat(sides, -1)).to(x.dtype)
 
 
 def _mask(p: float, seed: Tensor | None, layer: int, h0: Tensor) -> Tensor | None:
@@ -580,6 +584,7 @@ def cost(
     accumulation type; with `recompute` that is c alone, and the backward pass has the products of the forward again.
     """
     kind = CELLS[cell]
+    recompute = recompute and kind in (LSTM, GRU)  # as `_network`
     rows, size, gates = steps * batch, dtype.itemsize, GATES[kind] * hidden
     flops = 2 * rows * gates * (inputs + hidden)
     parameters = gates * (inputs + hidden + 2)
