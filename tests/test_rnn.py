@@ -262,6 +262,7 @@ def test_a_saturated_cell_passes_no_gradient(c, isa):
 
 def test_interpreted_triton(interpreted):
     interpreted(
+        "-c",
         """
 import torch
 import seqkern
@@ -278,7 +279,7 @@ with poison(), seqkern.use_backend("triton"):
                     by_name.setdefault(report.name, []).append(report)
             for each in by_name.values():
                 assert max(r.error for r in each) <= max(r.bound for r in each), (dtype, [str(r) for r in each])
-"""
+""",
     )
 
 
