@@ -50,14 +50,15 @@ __all__ = ["aot_configurations", "rnn_bwd", "rnn_cell_bwd", "rnn_cell_fwd", "rnn
 def _product(a, b, out=None):
     """a @ b, matrices or batches of them, in the accumulator's dtype, without rounding to a shorter one in between."""
     acc = accumulator(a.dtype)
+    if out is None:  # always a result to write: autocast, which a backward pass may run under, leaves that alone
+        out = a.new_empty((*a.shape[:-1], b.size(-1)), dtype=acc)
     if 0 in (*a.shape, b.size(-1)):  # nothing to add up, or nowhere
-        shape = (*a.shape[:-1], b.size(-1))
-        return a.new_zeros(shape, dtype=acc) if out is None else out.zero_()
+        return out.zero_()
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     if a.dtype == acc:
-        return multiply(a, b) if out is None else multiply(a, b, out=out)
+        return multiply(a, b, out=out)
     if a.is_cuda:
-        return multiply(a, b, out_dtype=acc) if out is None else multiply(a, b, out_dtype=acc, out=out)
+        return multiply(a, b, out_dtype=acc, out=out)
     return multiply(a.to(acc), b.to(acc), out=out)  # interpreted: torch has no mixed product on the CPU
 
 

@@ -19,7 +19,6 @@ Example:
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from torch import Tensor
 import seqkern
 from seqkern import _library, reference
 from seqkern.ops import attention as attention_ops
-from seqkern.ops._rnn_checks import CELLS, GRU, LSTM, RNN_RELU, RNN_TANH
+from seqkern.ops._rnn_checks import CELLS, GATES, GRU, LSTM, RNN_RELU, RNN_TANH
 
 
 @dataclass(frozen=True)
@@ -441,7 +440,7 @@ def rnn_case(
     torch is torch's own network where it has the options, elsewhere a loop over torch's ops in the same dtype.
     """
     kind, directions, width = CELLS[cell], 2 if bidirectional else 1, projection or hidden
-    groups = (4, 3, 1, 1)[kind]
+    groups = GATES[kind]
     shapes: dict[str, tuple[int, ...]] = {}
     for run in range(num_layers * directions):
         shapes[f"w_ih {run}"] = groups * hidden, inputs if run < directions else directions * width
@@ -652,12 +651,9 @@ def rnn_case(
     return Case(inputs=make, ours=ours, torch=of_torch, reference=expected, factors=factors)
 
 
-lstm_case = functools.partial(rnn_case, "lstm")
-
-
 def rnn_cell_case(cell: str = "lstm", batch: int = 33, inputs: int = 17, hidden: int = 65, *, std: float = 1.0) -> Case:
     kind = CELLS[cell]
-    gates = (4, 3, 1, 1)[kind] * hidden
+    gates = GATES[kind] * hidden
     shapes: dict[str, tuple[int, ...]] = {"input": (batch, inputs), "h": (batch, hidden)}
     if kind == LSTM:
         shapes["c"] = batch, hidden
@@ -683,9 +679,6 @@ def rnn_cell_case(cell: str = "lstm", batch: int = 33, inputs: int = 17, hidden:
         torch=run_in(getattr(torch, f"{cell}_cell")),
         reference=expected,
     )
-
-
-lstm_cell_case = functools.partial(rnn_cell_case, "lstm")
 
 
 _ALL_RNN_OPTIONS: dict[str, Any] = {

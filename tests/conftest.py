@@ -64,14 +64,13 @@ def passes() -> Callable[[list[ErrorReport]], None]:
 
 
 @pytest.fixture
-def interpreted() -> Callable[[str], None]:
-    """Runs Python source in a process where Triton kernels are interpreted on CPU tensors; fails when it does."""
+def interpreted() -> Callable[..., None]:
+    """Runs `python arguments` where Triton kernels are interpreted on CPU tensors; fails when it does."""
 
-    def run(source: str) -> None:
+    def run(*arguments: object) -> None:
         environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(
-            [sys.executable, "-c", source], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-W", "ignore", *map(str, arguments)]
+        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
 
     return run

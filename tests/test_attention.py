@@ -164,6 +164,7 @@ def test_infinite_scores(isa, dtype):
 
 def test_interpreted_triton(interpreted):
     interpreted(
+        "-c",
         """
 import torch
 from seqkern.testing import attention_case, check_case, poison
@@ -179,7 +180,7 @@ with poison(), seqkern.use_backend("triton"):
         for dtype in (torch.float32, torch.float16):
             for report in check_case(attention_case(**shape), dtype):
                 assert report.passed, (shape, dtype, str(report))
-"""
+""",
     )
 
 

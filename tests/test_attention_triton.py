@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import random
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +19,6 @@ import torch
 
 from seqkern import reference
 from seqkern.testing import poison
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -439,18 +435,11 @@ def most_negative_numbers(device: str = "cpu") -> None:
 RANDOM = range(1000, 1012)  # seeds of `sample`, beside the cases by name
 
 
-def test_interpreted() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-GPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+def test_interpreted(interpreted: Callable[..., None]) -> None:
+    interpreted(__file__)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled(name: str, dtype: torch.dtype) -> None:
     check(replace(CASES[name], dtype=dtype, device="cuda"))

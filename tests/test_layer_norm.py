@@ -129,6 +129,7 @@ def test_bad_numbers_stay_in_their_row(isa, way):
 
 def test_interpreted_triton(interpreted):
     interpreted(
+        "-c",
         """
 import torch
 from seqkern.testing import add_layer_norm_case, check_case, layer_norm_case, poison
@@ -147,7 +148,7 @@ with poison(), seqkern.use_backend("triton"):
                 if dtype == torch.float16 and mean: continue
                 for report in check_case(layer_norm_case(rows, columns, mean=mean, std=std), dtype):
                     assert report.passed, (rows, columns, mean, std, dtype, str(report))
-"""
+""",
     )
 
 

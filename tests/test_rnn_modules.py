@@ -123,6 +123,18 @@ def test_packed_sequences_with_options():
         assert torch.equal(padded, other)
 
 
+@pytest.mark.parametrize("form", [tuple, list])
+def test_the_state_may_be_a_list(form):
+    """As torch takes it."""
+    ours, theirs = pair("LSTM", 4, 7)
+    x, state = torch.randn(5, 3, 4), form(state_for(ours))
+    packed = pack_padded_sequence(x, torch.tensor([2, 5, 3]), enforce_sorted=False)
+    for given in (x, packed):
+        torch.testing.assert_close(flat(ours(given, state)), flat(theirs(given, state)))
+    one = form(t[:, 0] for t in state)
+    torch.testing.assert_close(ours(x[:, 0], one), ours(x[:, 0], tuple(one)))
+
+
 CELLS = {"LSTMCell": {}, "GRUCell": {}, "RNNCell": {}, "RNNCell relu": {"nonlinearity": "relu"}}
 
 
@@ -391,6 +403,17 @@ def test_float64_stays_out_of_autocast():
             seqkern.lstm(x, None, [p.float() for p in model.parameters()])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_gpu_autocast_with_norms(name):
+    """On a GPU layer norms come in float32 under autocast, the network's own not excepted."""
+    model, x = getattr(seqkern.nn, name)(4, 7, layer_norm=True).cuda(), torch.randn(5, 3, 4, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        output, state = model(x)
+    assert {t.dtype for t in flat([output, state])} == {torch.bfloat16}
+    torch.testing.assert_close(output.float(), model(x)[0], atol=0.05, rtol=0.05)
+
+
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 X, H0, C0 = torch.randn(5, 3, 4), torch.randn(1, 3, 7), torch.randn(1, 3, 7)
@@ -451,6 +474,8 @@ NORMS = [torch.ones(28)] * 4 + [torch.ones(7)] * 2
          lambda: seqkern.lstm(X, None, WEIGHTS, lengths=[5, 4])),
         (ValueError, "lstm: lengths must be between 0 and 5, the steps, got 6 for sequence 1",
          lambda: seqkern.lstm(X, None, WEIGHTS, lengths=torch.tensor([5, 6, 0]))),
+        (ValueError, r"lstm: lengths must be between 0 and 5, the steps, got \[5, 6, 0\]",
+         lambda: seqkern.lstm(X.to("meta"), None, [w.to("meta") for w in WEIGHTS], lengths=[5, 6, 0])),
         (TypeError, "lstm: lengths must be int32 or int64, got torch.float32",
          lambda: seqkern.lstm(X, None, WEIGHTS, lengths=torch.ones(3))),
         (TypeError, r"lstm: lengths must be whole numbers, got \[1.5, 2, 3\]",
@@ -471,8 +496,10 @@ NORMS = [torch.ones(28)] * 4 + [torch.ones(7)] * 2
          lambda: seqkern.lstm(X, None, WEIGHTS, peepholes=[torch.ones(3, 6)])),
         (TypeError, "lstm: seed must be a whole number, a tensor or None, got float",
          lambda: seqkern.lstm(X, None, WEIGHTS, seed=0.5)),
-        (ValueError, "lstm: seed must be one int64 number, got a tensor of torch.int64 and shape",
+        (ValueError, r"lstm: seed must have one element, got shape \(2,\)",
          lambda: seqkern.lstm(X, None, WEIGHTS, seed=torch.zeros(2, dtype=torch.int64))),
+        (TypeError, "lstm: seed must be int64, got torch.float32",
+         lambda: seqkern.lstm(X, None, WEIGHTS, seed=torch.tensor(1.0))),
         (ValueError, "lstm: seed must fit 64 bits", lambda: seqkern.lstm(X, None, WEIGHTS, seed=2**63)),
         (ValueError, r"lstm_cell: input must have 2 dimensions, got shape \(5, 3, 4\)",
          lambda: seqkern.lstm_cell(X, (H0[0], C0[0]), *WEIGHTS)),

@@ -7,12 +7,10 @@ before the kernels are imported, so a process of its own (this file, run) does t
 from __future__ import annotations
 
 import importlib
-import os
 import random
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,6 @@ import seqkern
 from seqkern import reference
 from seqkern.testing import check_case, poison, rnn_case
 
-ROOT = Path(__file__).parent.parent
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 GATES, KEPT = (4, 3, 1, 1), (4, 4, 1, 1)
 LISTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "peephole", "norm")
@@ -375,6 +372,25 @@ def sequences_apart(device: str = "cpu") -> None:
                 assert torch.equal(left, right)
 
 
+def autocast_around(device: str = "cpu") -> None:
+    """A float32 call takes no notice of autocast, under which a backward pass may come to run."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    for case in (Case(hidden=130, device=device), Case(cell=GRU, by_steps=True, keep=False, device=device)):
+        arguments, results = build(case, 3), []
+        never = mock.patch.object(kernels, "takes_sequence", return_value=False)
+        for enabled in (False, True):
+            autocast = torch.autocast(device, torch.bfloat16, enabled=enabled)
+            with autocast, never if case.by_steps else mock.patch.dict({}):
+                forward = kernels.rnn_fwd(**arguments, keep=True)
+                back = kernels.rnn_bwd(
+                    forward[0], None, None, None, **arguments, output=forward[0], cells=forward[3],
+                    gates=forward[4] if case.keep else forward[4].new_empty(0), products=forward[5],
+                    need_input=True, need_weights=True,
+                )  # fmt: skip
+            results.append([*forward, *back])
+        assert all(map(torch.equal, *results)), case
+
+
 def error_rule(device: str = "cpu") -> None:
     """The functions, through dispatch and autograd, by the error rule: against torch in the same dtype."""
     small = {"steps": 4, "batch": 3, "inputs": 5, "hidden": 9}
@@ -395,39 +411,30 @@ def error_rule(device: str = "cpu") -> None:
         "saturated": rnn_case("lstm", std=30.0, **small),
     }
     with poison(), seqkern.use_backend("triton"):
-        for dtype in GPU_DTYPES:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             for name, case in cases.items():
                 for report in check_case(case, dtype, device=device):
                     assert report.passed, (name, dtype, str(report))
 
 
-GPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 RANDOM = range(1000, 1004)  # seeds of `sample`, beside the cases by name
 
 
-def interpreted(*arguments: object) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__, *map(str, arguments)]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_interpreted() -> None:
-    interpreted()
+def test_interpreted(interpreted: Callable[..., None]) -> None:
+    interpreted(__file__)
 
 
 @pytest.mark.slow
-def test_interpreted_random() -> None:
-    interpreted(1100, 1300)
+def test_interpreted_random(interpreted: Callable[..., None]) -> None:
+    interpreted(__file__, 1100, 1300)
 
 
 @pytest.mark.slow
-def test_interpreted_error_rule() -> None:
-    interpreted("rule")
+def test_interpreted_error_rule(interpreted: Callable[..., None]) -> None:
+    interpreted(__file__, "rule")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled(name: str, dtype: torch.dtype) -> None:
     check(replace(CASES[name], dtype=dtype, device="cuda"))
@@ -436,9 +443,8 @@ def test_compiled(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [31, 32, 64, 100, 128, 200, 256])
 @pytest.mark.parametrize("cell", range(4))
-def test_compiled_sizes(cell: int, hidden: int) -> None:
-    for dtype in GPU_DTYPES:
-        check(Case(cell=cell, steps=9, batch=33, hidden=hidden, directions=2, dtype=dtype, device="cuda"))
+def test_compiled_sizes(cell: int, hidden: int, dtype: torch.dtype) -> None:
+    check(Case(cell=cell, steps=9, batch=33, hidden=hidden, directions=2, dtype=dtype, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -459,6 +465,11 @@ def test_compiled_extremes() -> None:
 
 
 @pytest.mark.gpu
+def test_compiled_autocast() -> None:
+    autocast_around("cuda")
+
+
+@pytest.mark.gpu
 def test_compiled_error_rule() -> None:
     error_rule("cuda")
 
@@ -476,6 +487,7 @@ def main(first: int = RANDOM.start, last: int = RANDOM.stop) -> None:
             check_cell(*each)
         extremes()
         sequences_apart()
+        autocast_around()
     for case, seed in [*cases, *((sample(seed), seed) for seed in range(first, last))]:
         try:
             check(case, seed)

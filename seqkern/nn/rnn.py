@@ -72,8 +72,18 @@ class _Recurrent(torch.nn.RNNBase):
         options += [f"{name}={p}" for name in ("recurrent_dropout", "zoneout") if (p := getattr(self, name))]
         return ", ".join([super().extra_repr(), *options])
 
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        *,
+        lengths: Any = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        return self._run(input, hx, lengths, resets)
+
     def _run(
-        self, input: Tensor | PackedSequence, hx: Any, lengths: Any, resets: Tensor | None, return_all_c: bool
+        self, input: Tensor | PackedSequence, hx: Any, lengths: Any, resets: Tensor | None, return_all_c: bool = False
     ) -> tuple[Any, ...]:
         """Output, final state and, if wanted, all c, in the form of the input."""
         name = type(self).__name__
@@ -163,7 +173,8 @@ class LSTM(_Recurrent, torch.nn.LSTM):
             `torch.nn.LSTM`.
         layer_norm: layer norms of the input's product, of the state's product and of c on its way to h, with parameters
             `layer_norm_ih_l0.weight`, `layer_norm_ih_l0.bias`, `layer_norm_hh_l0.weight` and so on.
-        recurrent_dropout, zoneout: probabilities, see `seqkern.lstm`; at work in training mode.
+        recurrent_dropout, zoneout: probabilities, see `seqkern.lstm`; drawn in training mode, where evaluation has no
+            recurrent dropout and the mean of zoneout.
         peephole: gates see the cell, by parameters `peephole_l0` and so on, (3, hidden_size), of i, f and o.
         recompute: saves less for backward, which finds the gates again.
 
@@ -202,18 +213,9 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         recompute: bool = False,
     ) -> None:
         torch.nn.LSTM.__init__(
-            self,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            proj_size,
-            device,
+            self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device,
             dtype,
-        )
+        )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, peephole, recompute)
 
     def forward(
@@ -236,7 +238,7 @@ class GRU(_Recurrent, torch.nn.GRU):
             `torch.nn.GRU`.
         layer_norm: layer norms of the input's product and of the state's, with parameters `layer_norm_ih_l0.weight`,
             `layer_norm_ih_l0.bias`, `layer_norm_hh_l0.weight` and so on.
-        recurrent_dropout, zoneout: probabilities, see `seqkern.gru`; at work in training mode.
+        recurrent_dropout, zoneout: probabilities, as `LSTM`; zoneout is one number.
         recompute: saves less for backward, which finds the gates again.
 
     Shape: as `LSTM`, with one tensor as the state. See `seqkern.gru` for dtypes and errors.
@@ -267,28 +269,10 @@ class GRU(_Recurrent, torch.nn.GRU):
         recompute: bool = False,
     ) -> None:
         torch.nn.GRU.__init__(
-            self,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device=device,
+            self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device,
             dtype=dtype,
-        )
+        )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
-
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        lengths: Any = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        return self._run(input, hx, lengths, resets, False)
 
 
 class RNN(_Recurrent, torch.nn.RNN):
@@ -297,7 +281,8 @@ class RNN(_Recurrent, torch.nn.RNN):
     Args:
         input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
             `torch.nn.RNN`.
-        layer_norm, recurrent_dropout, zoneout, recompute: as `GRU`.
+        layer_norm, recurrent_dropout, zoneout: as `GRU`.
+        recompute: saves nothing here: the one gate is h.
 
     Shape: as `GRU`. See `seqkern.rnn_tanh` and `seqkern.rnn_relu` for dtypes and errors.
 
@@ -332,16 +317,6 @@ class RNN(_Recurrent, torch.nn.RNN):
             device=device, dtype=dtype,
         )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
-
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        lengths: Any = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        return self._run(input, hx, lengths, resets, False)
 
 
 # ---- cells --------------------------------------------------------------------------------------------------------
@@ -427,16 +402,17 @@ def _check_features(op: str, input: Tensor, input_size: int) -> None:
 
 
 def _check_dims(op: str, hx: Any, mode: str, dims: int) -> Any:
-    """The state, of so many dimensions: two beside an input without a batch."""
+    """The state, h or a tuple (h, c), of so many dimensions: two beside an input without a batch."""
     pair = mode == "LSTM"
-    for i, state in enumerate(check_pair(op, hx) if pair else (check_state(op, hx),)):
+    states = check_pair(op, hx) if pair else (check_state(op, hx),)
+    for i, state in enumerate(states):
         if state.dim() != dims:
             beside = " beside an input without a batch" if dims < 3 else ""
             raise ValueError(
                 f"{op}: hx{f'[{i}]' * pair} must have {dims} dimension{'s' * (dims > 1)}{beside}, "
                 f"got shape {tuple(state.shape)}"
             )
-    return hx
+    return states if pair else hx
 
 
 def _check_resets(op: str, resets: Any, shape: tuple[int, ...]) -> Tensor:
@@ -449,4 +425,4 @@ def _check_resets(op: str, resets: Any, shape: tuple[int, ...]) -> Tensor:
 
 def _map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
     """Of h, or of h and c."""
-    return tuple(map(function, state)) if isinstance(state, (tuple, list)) else function(state)
+    return tuple(map(function, state)) if isinstance(state, tuple) else function(state)

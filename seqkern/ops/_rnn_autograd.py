@@ -30,7 +30,7 @@ from seqkern.ops._rnn_checks import GATES, GRU, LSTM
 
 _STATES, _CONSTANTS, _NUMBERS, _LISTS = 3, 4, 4, 7
 _TENSORS = _STATES + _CONSTANTS
-_W_IH, _B_IH, _B_HH, _W_HR, _PEEPHOLE, _NORM = 0, 2, 3, 4, 5, 6
+_W_IH, _W_HH, _B_IH, _B_HH, _W_HR, _PEEPHOLE, _NORM = range(_LISTS)
 
 
 def run(
@@ -46,7 +46,8 @@ def run(
     assert input is not None
     assert h0 is not None
     directions, cell = h0.shape[0], numbers[-1]
-    flat: list[Tensor | None] = [t for each in lists for t in (each or [None] * directions)]  # type: ignore[list-item]
+    nothing: list[Tensor | None] = [None] * directions
+    flat = [t for each in lists for t in (each or nothing)]
     if backend == "reference":
         return _outputs(constants, numbers)(input, h0, c0, *flat)
     if torch.compiler.is_compiling():  # which wants them apart: directions may share weights
@@ -323,28 +324,8 @@ def _kept_gates(cell: int) -> int:
 
 
 @torch.library.register_fake("seqkern::rnn_fwd")
-def _(
-    input: Tensor,
-    h0: Tensor,
-    c0: Tensor | None,
-    w_ih: Sequence[Tensor],
-    w_hh: Sequence[Tensor],
-    b_ih: Sequence[Tensor],
-    b_hh: Sequence[Tensor],
-    w_hr: Sequence[Tensor],
-    peephole: Sequence[Tensor],
-    norm: Sequence[Tensor],
-    lengths: Tensor | None,
-    resets: Tensor | None,
-    recurrent_mask: Tensor | None,
-    seed: Tensor | None,
-    zoneout_h: float,
-    zoneout_c: float,
-    eps: float,
-    cell: int,
-    reverse: bool,
-    keep: bool,
-) -> Any:
+def _(input: Tensor, h0: Tensor, c0: Tensor | None, *rest: Any) -> Any:
+    w_hh, norm, (cell, _, keep) = rest[_W_HH], rest[_NORM], rest[-3:]
     (steps, batch), (directions, _, width) = input.shape[:2], h0.shape
     gates, acc = w_hh[0].shape[0], torch.promote_types(input.dtype, torch.float32)
     hidden = gates // GATES[cell]
@@ -361,22 +342,9 @@ def _(
 
 @torch.library.register_fake("seqkern::rnn_bwd")
 def _(
-    grad_output: Tensor | None,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    grad_cells: Tensor | None,
-    input: Tensor,
-    h0: Tensor,
-    c0: Tensor | None,
-    w_ih: Sequence[Tensor],
-    w_hh: Sequence[Tensor],
-    b_ih: Sequence[Tensor],
-    b_hh: Sequence[Tensor],
-    w_hr: Sequence[Tensor],
-    peephole: Sequence[Tensor],
-    norm: Sequence[Tensor],
-    *rest: Any,
+    grad_output: Any, grad_h_n: Any, grad_c_n: Any, grad_cells: Any, input: Tensor, h0: Tensor, c0: Any, *rest: Any
 ) -> Any:
+    w_ih, w_hh, _, _, w_hr, peephole, norm = rest[:_LISTS]
     need_input, need_weights = rest[-2:]
 
     def grads(tensors: Sequence[Tensor], wanted: bool = True) -> Tensor:

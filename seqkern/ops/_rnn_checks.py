@@ -239,10 +239,11 @@ def check_zoneout(op: str, zoneout: Any, cell: int) -> tuple[float, float]:
 
 def prepare_lengths(op: str, lengths: Any, input: Tensor, steps: int, batch: int) -> Tensor:
     """(B,) int64 on the input's device; their range is checked where they can be read at once."""
+    most = 2**63 - 1 if torch.compiler.is_compiling() else steps
     if isinstance(lengths, (tuple, list, range)):
         if not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in lengths):
             raise TypeError(f"{op}: lengths must be whole numbers, got {lengths!r}")
-        if any(isinstance(n, int) and not 0 <= n < 2**63 for n in lengths):
+        if any(isinstance(n, int) and not 0 <= n <= most for n in lengths):
             raise ValueError(f"{op}: lengths must be between 0 and {steps}, the steps, got {lengths!r}")
         lengths = torch.tensor(lengths, dtype=torch.int64, device=input.device)
     if not isinstance(lengths, Tensor):
@@ -277,10 +278,10 @@ def prepare_seed(op: str, seed: Any, input: Tensor) -> Tensor | None:
     if seed is None:
         return None
     if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64 or seed.numel() != 1:
-            raise ValueError(
-                f"{op}: seed must be one int64 number, got a tensor of {seed.dtype} and shape {tuple(seed.shape)}"
-            )
+        if seed.dtype != torch.int64:
+            raise TypeError(f"{op}: seed must be int64, got {seed.dtype}")
+        if seed.numel() != 1:
+            raise ValueError(f"{op}: seed must have one element, got shape {tuple(seed.shape)}")
         return seed.reshape(()).to(input.device)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"{op}: seed must be a whole number, a tensor or None, got {type(seed).__name__}")

@@ -17,8 +17,6 @@ from seqkern.ops._rnn_checks import (
     GATES,
     GRU,
     LSTM,
-    RNN_RELU,
-    RNN_TANH,
     Sizes,
     autocast,
     check_layers,
@@ -83,14 +81,16 @@ def lstm(
         bidirectional: a second direction, from the last step to the first, beside each; their outputs are concatenated.
         batch_first: whether the batch is the first dimension of input and output. That of hx is always its second.
         dropout: the probability with which an output of any layer but the last is dropped, when `training`.
-        training: whether dropout, recurrent_dropout and zoneout are at work. All else is the same, gradients too.
+        training: whether dropout and recurrent_dropout are at work, and zoneout draws. All else is the same, gradients
+            too.
         norms: layer norms (eps 1e-5) of W x, of U h and of c on its way to h: for every layer and direction the weight
             and bias of each, (4H,), (4H,), (4H,), (4H,), (H,), (H,), in any floating dtype; biases are added after.
         peepholes: for every layer and direction (3, H), in the input's dtype: how i, f and o see the cell, o the new.
         recurrent_dropout: the probability with which an element of h is dropped on its way into U h, when `training`,
             the same elements at all steps of a sequence.
         zoneout: the probability with which an element of h, and of c, keeps its value of the step before, when
-            `training`; otherwise, the mean of that. One number, or a pair: of h, of c.
+            `training`; otherwise, each is the mean of old and new by that probability. One number, or a pair: of h,
+            of c.
         resets: (T, B) bool, or (B, T) with batch_first: where True, the state is zero before step t, and for the
             reverse direction after it: no direction sees across the border between t - 1 and t.
         return_all_c: also return the cell states of the last layer at all steps.
@@ -109,7 +109,8 @@ def lstm(
         TypeError: an argument that is not a tensor or number where it must be one, or dtypes that are not floating
             point (of lengths: whole numbers, of resets: bool) or differ.
         ValueError: shapes or numbers of tensors that do not fit, tensors on different devices, or a number out of its
-            range (of lengths where they can be read at once: on the CPU, not compiled, not inside a transform).
+            range (of lengths where they can be read at once: in a list or on the CPU, not compiled; of a tensor, not
+            inside a transform either).
         NotImplementedError: the backend in force does not run on the input's device.
 
     Source: Hochreiter and Schmidhuber 1997; the forget gate: Gers et al. 2000; peepholes: Gers and Schmidhuber 2000;
@@ -128,8 +129,8 @@ def lstm(
         0.0
     """
     output, h_n, c_n, cells = _network(
-        "lstm", LSTM, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
-        peepholes, recurrent_dropout, zoneout, resets, return_all_c, recompute, seed,
+        "lstm", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed, peepholes, return_all_c,
     )  # fmt: skip
     return (output, (h_n, c_n), cells) if return_all_c else (output, (h_n, c_n))
 
@@ -189,11 +190,10 @@ def gru(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    output, h_n, _, _ = _network(
-        "gru", GRU, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
-        None, recurrent_dropout, zoneout, resets, False, recompute, seed,
-    )  # fmt: skip
-    return output, h_n
+    return _network(
+        "gru", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
 
 
 def rnn_tanh(
@@ -241,11 +241,10 @@ def rnn_tanh(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    output, h_n, _, _ = _network(
-        "rnn_tanh", RNN_TANH, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training,
-        norms, None, recurrent_dropout, zoneout, resets, False, recompute, seed,
-    )  # fmt: skip
-    return output, h_n
+    return _network(
+        "rnn_tanh", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
 
 
 def rnn_relu(
@@ -285,16 +284,14 @@ def rnn_relu(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    output, h_n, _, _ = _network(
-        "rnn_relu", RNN_RELU, input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training,
-        norms, None, recurrent_dropout, zoneout, resets, False, recompute, seed,
-    )  # fmt: skip
-    return output, h_n
+    return _network(
+        "rnn_relu", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
 
 
 def _network(
     op: str,
-    cell: int,
     input: Tensor,
     hx: Any,
     weights: Sequence[Tensor],
@@ -305,15 +302,16 @@ def _network(
     dropout_p: float,
     training: bool,
     norms: Any,
-    peepholes: Any,
     recurrent_dropout: float,
     zoneout: Any,
     resets: Any,
-    return_all_c: bool,
     recompute: bool,
     seed: Any,
-) -> tuple[Tensor, ...]:
+    peepholes: Any = None,
+    return_all_c: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """output, h_n, c_n and all c of the last layer; others in their places where these are none or not wanted."""
+    cell = CELLS[op]
     dropout_p = check_probability(op, "dropout", dropout_p)
     mask_p = check_probability(op, "recurrent_dropout", recurrent_dropout)
     if not training:
@@ -387,7 +385,8 @@ def _normed(x: Tensor, lists: dict[str, list[Tensor]], norms: list[list[Tensor]]
         sides.append(side + lists["b_ih"][d] if sizes.bias else side)
         lists["norm"].append(torch.cat([t.to(wide) for t in others]))
     lists["w_ih"] = lists["b_ih"] = []
-    return sides[0] if len(sides) == 1 else torch.cat(sides, -1)
+    # Under autocast a layer norm on a GPU is float32: the rest of the network is not.
+    return (sides[0] if len(sides) == 1 else torch.cat(sides, -1)).to(x.dtype)
 
 
 def _mask(p: float, seed: Tensor | None, layer: int, h0: Tensor) -> Tensor | None:
@@ -442,7 +441,7 @@ def lstm_cell(
         >>> h.shape
         torch.Size([3, 8])
     """
-    return _cell("lstm_cell", LSTM, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("lstm", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def gru_cell(
@@ -478,7 +477,7 @@ def gru_cell(
         >>> seqkern.gru_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
-    return _cell("gru_cell", GRU, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("gru", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def rnn_tanh_cell(
@@ -508,7 +507,7 @@ def rnn_tanh_cell(
         >>> seqkern.rnn_tanh_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
-    return _cell("rnn_tanh_cell", RNN_TANH, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("rnn_tanh", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def rnn_relu_cell(
@@ -536,12 +535,13 @@ def rnn_relu_cell(
         >>> seqkern.rnn_relu_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).min().item() >= 0
         True
     """
-    return _cell("rnn_relu_cell", RNN_RELU, input, hx, w_ih, w_hh, b_ih, b_hh)
+    return _cell("rnn_relu", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def _cell(
-    op: str, cell: int, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+    name: str, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> Any:
+    op, cell = f"{name}_cell", CELLS[name]
     check_tensor(op, "input", input, 2)
     h, c = check_pair(op, hx) if cell == LSTM else (check_state(op, hx), None)
     check_tensor(op, "w_hh", w_hh, 2)
@@ -552,9 +552,9 @@ def _cell(
         check_like(op, "hx[1]", c, input, (batch, hidden))
     check_like(op, "w_ih", w_ih, input, (gates, inputs))
     check_like(op, "w_hh", w_hh, input, (gates, hidden))
-    for name, bias in (("b_ih", b_ih), ("b_hh", b_hh)):
+    for bias_name, bias in (("b_ih", b_ih), ("b_hh", b_hh)):
         if bias is not None:
-            check_like(op, name, bias, input, (gates,))
+            check_like(op, bias_name, bias, input, (gates,))
     transforms_active()  # refuses before the compiler looks at a tensor
     if c is h:  # the compiler wants them apart
         c = h.clone()
@@ -584,6 +584,7 @@ def cost(
     accumulation type; with `recompute` that is c alone, and the backward pass has the products of the forward again.
     """
     kind = CELLS[cell]
+    recompute = recompute and kind in (LSTM, GRU)  # as `_network`
     rows, size, gates = steps * batch, dtype.itemsize, GATES[kind] * hidden
     flops = 2 * rows * gates * (inputs + hidden)
     parameters = gates * (inputs + hidden + 2)
