@@ -76,27 +76,6 @@ void fill_lanes(const AttentionShape& shape, const AttentionSequence& s, const A
 
 // ---- bias ----------------------------------------------------------------------------------------------------------
 
-// In turn `Step` lanes of a and of b: every second run of lanes changes places with the run before it in the other.
-template <class A, int Step>
-SK_INLINE void exchange(Vec<A>& a, Vec<A>& b) {
-  const Vec<A> first = a, second = b;
-  const IVec<A> lower = constant_lanes<IVec<A>, W<A>>([](int i) { return i & Step ? W<A> + i - Step : i; });
-  const IVec<A> upper = constant_lanes<IVec<A>, W<A>>([](int i) { return i & Step ? W<A> + i : i + Step; });
-  a = __builtin_shuffle(first, second, lower);
-  b = __builtin_shuffle(first, second, upper);
-}
-
-// v[i][j] becomes v[j][i]: blocks beside the diagonal change places, for blocks of 1, 2, 4, ... lanes.
-template <class A, int Step = 1>
-SK_INLINE void transpose_square(Vec<A> (&v)[W<A>]) {
-  if constexpr (Step < W<A>) {
-#pragma GCC unroll 16
-    for (int i = 0; i < W<A>; ++i)
-      if (!(i & Step)) exchange<A, Step>(v[i], v[i + Step]);
-    transpose_square<A, 2 * Step>(v);
-  }
-}
-
 // A vector of mask elements as what is added to the scores; those from n on are anything.
 template <class A, class M>
 SK_INLINE Vec<A> load_bias(const M* p, int64_t n) {

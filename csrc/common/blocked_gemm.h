@@ -61,12 +61,33 @@ void pack_vector(const T* source, int64_t k_stride, int64_t n_stride, int64_t de
   // A transposition: a vector of k from each of W columns at a time, so that whole cache lines are read and written.
   for (int64_t k0 = 0; k0 < depth; k0 += W<A>) {
     const int64_t rows = depth - k0 < W<A> ? depth - k0 : W<A>;
-    A block[W<A>][W<A>];
-    for (int n = 0; n < W<A>; ++n) store(block[n], n < count ? load_upto(source + n * n_stride + k0, rows) : Vec<A>{});
-    for (int64_t k = 0; k < rows; ++k) {
-      A* out = packed + (k0 + k) * packed_stride;
-      for (int n = 0; n < W<A>; ++n) out[n] = block[n][k];
+    Vec<A> block[W<A>];
+    for (int n = 0; n < W<A>; ++n) block[n] = n < count ? load_upto(source + n * n_stride + k0, rows) : Vec<A>{};
+    transpose_square<A>(block);
+    for (int k = 0; k < W<A>; ++k)
+      if (k < rows) store(packed + (k0 + k) * packed_stride, block[k]);
+  }
+}
+
+// Rows [k, k + depth) of one panel, which begins at `packed`.
+template <class T>
+void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
+  using A = acc_t<T>;
+  const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups, side = tile_vectors(p.groups) * W<A>;
+  for (int64_t v = 0; v < width / W<A>; ++v) {
+    const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
+    const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
+    const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
+    A* to = packed + v * W<A> / side * p.packed_depth * side + (p.packed_begin + k) * side + v * W<A> % side;
+    if (p.rows) {
+      for (int64_t i = 0; i < depth; ++i) {
+        const T* row = static_cast<const T*>(p.rows[k + i]);
+        store(to + i * side, row && count > 0 ? load_upto(row + column, count) : Vec<A>{});
+      }
+      continue;
     }
+    const T* source = static_cast<const T*>(p.source) + k * p.k_stride + (count > 0 ? column * p.n_stride : 0);
+    pack_vector(source, p.k_stride, p.n_stride, depth, count, to, side);
   }
 }
 
@@ -77,23 +98,20 @@ void pack_item(const Packing& p, int64_t item) {
   const int64_t slices = (p.depth + kBlockDepth - 1) / kBlockDepth;
   const int64_t panel = item / slices, k = item % slices * kBlockDepth;
   const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
-  const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups;
-  const int64_t side = tile_vectors(p.groups) * W<A>;
-  A* packed_panel = static_cast<A*>(p.packed) + panel * p.packed_depth * width + (p.packed_begin + k) * side;
-  for (int64_t v = 0; v < width / W<A>; ++v) {
-    const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
-    const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
-    const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
-    A* packed = packed_panel + v * W<A> / side * p.packed_depth * side + v * W<A> % side;
-    if (p.rows) {
-      for (int64_t i = 0; i < depth; ++i) {
-        const T* row = static_cast<const T*>(p.rows[k + i]);
-        store(packed + i * side, row && count > 0 ? load_upto(row + column, count) : Vec<A>{});
-      }
-      continue;
+  pack_rows<T>(p, panel, k, depth, static_cast<A*>(p.packed) + panel * p.packed_depth * panel_width<A>(p.groups));
+}
+
+// A whole panel, where it is needed, instead of all of them before.
+template <class A>
+void pack_panel(const Packing& p, int64_t panel, A* packed) {
+  if constexpr (sizeof(A) == 8) {
+    pack_rows<double>(p, panel, 0, p.depth, packed);
+  } else {
+    switch (p.dtype) {
+      case Dtype::bf16: pack_rows<BFloat16>(p, panel, 0, p.depth, packed); break;
+      case Dtype::f16: pack_rows<Half>(p, panel, 0, p.depth, packed); break;
+      default: pack_rows<float>(p, panel, 0, p.depth, packed); break;
     }
-    const T* source = static_cast<const T*>(p.source) + k * p.k_stride + (count > 0 ? column * p.n_stride : 0);
-    pack_vector(source, p.k_stride, p.n_stride, depth, count, packed, side);
   }
 }
 

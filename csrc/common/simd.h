@@ -208,6 +208,28 @@ SK_INLINE Vec<A> keep_first(Vec<A> v, int64_t n) {
   return v;
 }
 
+// ---- transposition -----------------------------------------------------------------------------------------------
+// In turn `Step` lanes of a and of b: every second run of lanes changes places with the run before it in the other.
+template <class A, int Step>
+SK_INLINE void exchange(Vec<A>& a, Vec<A>& b) {
+  const Vec<A> first = a, second = b;
+  const IVec<A> lower = constant_lanes<IVec<A>, W<A>>([](int i) { return i & Step ? W<A> + i - Step : i; });
+  const IVec<A> upper = constant_lanes<IVec<A>, W<A>>([](int i) { return i & Step ? W<A> + i : i + Step; });
+  a = __builtin_shuffle(first, second, lower);
+  b = __builtin_shuffle(first, second, upper);
+}
+
+// v[i][j] becomes v[j][i]: blocks beside the diagonal change places, for blocks of 1, 2, 4, ... lanes.
+template <class A, int Step = 1>
+SK_INLINE void transpose_square(Vec<A> (&v)[W<A>]) {
+  if constexpr (Step < W<A>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W<A>; ++i)
+      if (!(i & Step)) exchange<A, Step>(v[i], v[i + Step]);
+    transpose_square<A, 2 * Step>(v);
+  }
+}
+
 // ---- reductions, in a fixed order ----------------------------------------------------------------------------------
 template <class A, int Step>
 SK_INLINE Vec<A> rotated(Vec<A> v) {

@@ -57,17 +57,29 @@ struct Source {
   const void* const* rows = nullptr;
 };
 
+Packing packing_of(const RnnProblem& p, const Source& source, int64_t columns, int64_t groups, bool of_acc,
+                   void* packed, int64_t packed_depth, int64_t begin) {
+  return {of_acc ? p.acc_dtype : p.dtype,
+          source.data,
+          source.k_stride,
+          source.n_stride,
+          source.depth,
+          columns,
+          groups,
+          packed,
+          packed_depth,
+          begin,
+          source.rows};
+}
+
 Tensor pack(const RnnProblem& p, std::initializer_list<Source> sources, int64_t columns, int64_t groups = 1,
             bool of_acc = false) {
   const RnnKernels& kernels = rnn_kernels();
-  const Dtype dtype = of_acc ? p.acc_dtype : p.dtype;
   int64_t depth = 0, begin = 0;
   for (const Source& source : sources) depth += source.depth;
-  Tensor packed = empty(p.input, {kernels.packed_size(dtype, depth, columns, groups)}, p.acc);
+  Tensor packed = empty(p.input, {kernels.packed_size(of_acc ? p.acc_dtype : p.dtype, depth, columns, groups)}, p.acc);
   for (const Source& source : sources) {
-    const Packing packing{dtype,        source.data, source.k_stride, source.n_stride,
-                          source.depth, columns,     groups,          packed.mutable_data_ptr(),
-                          depth,        begin,       source.rows};
+    const Packing packing = packing_of(p, source, columns, groups, of_acc, packed.mutable_data_ptr(), depth, begin);
     for_items(kernels.pack_items(packing), static_cast<double>(source.depth) * columns, p.input, 0, p.acc,
               [&](int64_t item, void*) { kernels.pack(packing, item); });
     begin += source.depth;
@@ -167,19 +179,43 @@ Rows input_rows(const RnnProblem& p, int64_t d, int64_t begin, int64_t end) {
   return rows;
 }
 
-// zx of a chunk's tokens.
+// Tokens up to which W_ih is packed on the way: it is used in one block of rows anyhow.
+constexpr int64_t kFewTokens = 32;
+bool few_tokens(const RnnProblem& p) { return p.inputs > 0 && p.steps * p.batch <= kFewTokens; }
+
+Source transposed(const Tensor& w) { return {w.const_data_ptr(), w.size(1), 1, w.size(1)}; }
+
+// zx of a chunk's tokens; without a packed W_ih of all tokens, which are few.
 void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const MaybeTensor& packed_w_ih, void* zx,
                     int64_t stride) {
-  const void* bias = p.bias.empty() ? nullptr : p.bias[static_cast<size_t>(d)].const_data_ptr();
+  const RnnKernels& kernels = rnn_kernels();
+  const auto i = static_cast<size_t>(d);
+  const void* bias = p.bias.empty() ? nullptr : p.bias[i].const_data_ptr();
   const auto count = static_cast<int64_t>(rows.size());
-  if (p.has_w_ih) {
+  const auto gather = [&](int64_t columns, const void* added, void* out, int64_t out_stride) {
+    const RnnGather g{p.dtype, columns, rows.data(), nullptr, added, out, out_stride};
+    for_ranges(count, columns, p.input, 0, p.acc,
+               [&](int64_t first, int64_t last, void*) { kernels.gather(g, first, last); });
+  };
+  if (!p.has_w_ih) return gather(p.gate_columns, bias, zx, stride);
+  if (packed_w_ih) {
     multiply(p, {count, p.gate_columns, p.inputs, p.dtype, nullptr, 0, 1, packed_w_ih->const_data_ptr(), bias,
                  p.acc_dtype, zx, stride, false, 0, rows.data()});
     return;
   }
-  const RnnGather gather{p.dtype, p.gate_columns, rows.data(), nullptr, bias, zx, stride};
-  for_ranges(count, p.gate_columns, p.input, 0, p.acc,
-             [&](int64_t first, int64_t last, void*) { rnn_kernels().gather(gather, first, last); });
+  const int64_t x_stride = kernels.row_stride(p.dtype, p.inputs);
+  Tensor x = empty(p.input, {count, x_stride}, p.acc);
+  gather(p.inputs, nullptr, x.mutable_data_ptr(), x_stride);
+  const RnnFewRows few{packing_of(p, transposed(p.w_ih[i]), p.gate_columns, 1, false, nullptr, p.inputs, 0),
+                       count,
+                       x.const_data_ptr(),
+                       x_stride,
+                       bias,
+                       zx,
+                       stride};
+  for_items(kernels.few_rows_items(few), static_cast<double>(p.inputs) * p.gate_columns * (count + 4), p.input,
+            kernels.few_rows_scratch(few), p.acc,
+            [&](int64_t item, void* scratch) { kernels.few_rows(few, item, scratch); });
 }
 
 // Zeroes the rows of inactive steps in (steps, batch, columns).
@@ -191,7 +227,7 @@ void zero_inactive(const RnnProblem& p, Tensor& t, int64_t first, int64_t column
 }
 
 Tensor packed_w_ih(const RnnProblem& p, int64_t d) {
-  return pack(p, {{p.w_ih[static_cast<size_t>(d)].const_data_ptr(), p.inputs, 1, p.inputs}}, p.gate_columns);
+  return pack(p, {transposed(p.w_ih[static_cast<size_t>(d)])}, p.gate_columns);
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
@@ -233,12 +269,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   const auto part = [](Tensor& t, int64_t element) -> void* { return t.numel() > 0 ? at(t, element) : nullptr; };
   for (int64_t d = 0; d < D; ++d) {
     const auto i = static_cast<size_t>(d);
-    w_ih_packed.push_back(p.has_w_ih ? MaybeTensor(packed_w_ih(p, d)) : std::nullopt);
+    w_ih_packed.push_back(p.has_w_ih && !few_tokens(p) ? MaybeTensor(packed_w_ih(p, d)) : std::nullopt);
     RnnDirection direction = p.direction(d);
-    packed.push_back(pack(p, {{p.w_hh[i].const_data_ptr(), P, 1, P}}, p.gate_columns, gate_count(p.cell)));
-    direction.packed_w_hh = packed.back().const_data_ptr();
+    direction.w_hh = packing_of(p, transposed(p.w_hh[i]), p.gate_columns, gate_count(p.cell), false, nullptr, P, 0);
+    if (!packs_on_the_way(p.layer)) {
+      packed.push_back(pack(p, {transposed(p.w_hh[i])}, p.gate_columns, gate_count(p.cell)));
+      direction.packed_w_hh = packed.back().const_data_ptr();
+    }
     if (p.has_w_hr) {
-      packed.push_back(pack(p, {{p.w_hr[i].const_data_ptr(), H, 1, H}}, P));
+      packed.push_back(pack(p, {transposed(p.w_hr[i])}, P));
       direction.packed_w_hr = packed.back().const_data_ptr();
     }
     args.push_back({&p.layer, direction, 0, 0, at(h, d * B * P), part(c, d * B * H), at(zx, d * zx_size), stride,
@@ -428,7 +467,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
       }
       if (recompute) {
         if (p.has_w_ih) w_ih_packed.push_back(packed_w_ih(p, d));
-        w_hh_packed.push_back(pack(p, {{p.w_hh[i].const_data_ptr(), P, 1, P}}, G));
+        w_hh_packed.push_back(pack(p, {transposed(p.w_hh[i])}, G));
       }
       args.push_back({&p.layer,
                       direction,

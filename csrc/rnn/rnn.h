@@ -48,15 +48,19 @@ struct RnnLayer {
   const uint8_t* resets;  // (steps, batch), or null
 };
 
+// One step needs the recurrent weights once: packed on the way, they are not written and read again.
+inline bool packs_on_the_way(const RnnLayer& l) { return l.steps == 1; }
+
 struct RnnDirection {
   int64_t index;
   bool reverse;
-  const void* packed_w_hh;  // forward: W_hh transposed, in groups of gates; backward: W_hh, in one group
+  const void* packed_w_hh;  // forward: W_hh transposed, in groups of gates, or null; backward: W_hh, in one group
   const void* packed_w_hr;  // forward: W_hr transposed; backward: W_hr; one group; null without a projection
   const void* b_hn;         // (hidden) acc, GRU's bias inside the reset gate, or null
   const void* peephole;     // (3, hidden) acc, or null
   const void* norm;         // one row acc, or null
   const void* mask;         // (batch, width) acc, the recurrent mask, or null
+  Packing w_hh;             // forward: how packed_w_hh is made, panel by panel in scratch where that is null
 };
 
 // Steps [step_begin, step_end) of one direction, counted in the order of its forward pass. Memory "by token" holds the
@@ -118,6 +122,17 @@ struct RnnShare {
   void* state;
 };
 
+// C = A B + bias of a few rows in acc. B's panels are packed in scratch, each where it is needed.
+struct RnnFewRows {
+  Packing b;
+  int64_t rows;
+  const void* a;
+  int64_t a_stride;
+  const void* bias;  // or null
+  void* c;
+  int64_t c_stride;
+};
+
 struct RnnCellForward {
   Dtype dtype;
   Cell cell;
@@ -173,6 +188,9 @@ struct RnnKernels {
   void (*pack)(const Packing&, int64_t item);
   int64_t (*multiply_scratch)(Dtype dtype);
   void (*multiply)(const Product&, int64_t item, void* scratch);
+  int64_t (*few_rows_items)(const RnnFewRows&);
+  int64_t (*few_rows_scratch)(const RnnFewRows&);
+  void (*few_rows)(const RnnFewRows&, int64_t item, void* scratch);
   int64_t (*row_stride)(Dtype dtype, int64_t columns);  // for rows of acc that are no power of two apart
   RnnPass forward, backward;
   void (*forward_turn)(const RnnForward&, const RnnShare&, int64_t turn, int64_t panel_begin, int64_t panel_end,

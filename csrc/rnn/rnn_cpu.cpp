@@ -174,13 +174,19 @@ void multiply(const Product& p, int64_t item, void* scratch) {
   SK_BY_ACC(p.a_type, multiply_item(p, item, static_cast<A*>(scratch)));
 }
 
+int64_t few_rows_item_count(const RnnFewRows& p) { SK_BY_ACC(p.b.dtype, few_rows_items<A>(p)); }
+int64_t few_rows_scratch_size(const RnnFewRows& p) { SK_BY_ACC(p.b.dtype, few_rows_scratch<A>(p)); }
+void few_rows(const RnnFewRows& p, int64_t item, void* scratch) {
+  SK_BY_ACC(p.b.dtype, few_rows_item(p, item, static_cast<A*>(scratch)));
+}
+
 int64_t row_stride(Dtype dtype, int64_t columns) { SK_BY_ACC(dtype, padded_stride<A>(columns)); }
 
 int64_t forward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, forward_panels<A>(l)); }
 int64_t forward_state_size(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, ForwardState<A>(l, rows, nullptr).elements);
 }
-int64_t forward_scratch_size(const RnnLayer& l, int64_t rows) { SK_BY_ACC(l.dtype, forward_scratch<A>(rows)); }
+int64_t forward_scratch_size(const RnnLayer& l, int64_t rows) { SK_BY_ACC(l.dtype, forward_scratch<A>(l, rows)); }
 int64_t backward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, backward_panels<A>(l)); }
 int64_t backward_state_size(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, BackwardState<A>(l, rows, nullptr).elements);
@@ -223,6 +229,9 @@ const RnnKernels rnn_kernels = {packed_size,
                                 pack,
                                 multiply_scratch,
                                 multiply,
+                                few_rows_item_count,
+                                few_rows_scratch_size,
+                                few_rows,
                                 row_stride,
                                 {forward_panel_count, forward_state_size, forward_scratch_size},
                                 {backward_panel_count, backward_state_size, backward_scratch_size},

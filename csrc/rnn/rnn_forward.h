@@ -20,6 +20,14 @@ constexpr int kPanelVecs = G == 1 ? kGemmVecs : G;
 template <int G>
 constexpr int kUnitVecs = G == 1 ? kGemmVecs : 1;
 
+// Of a row, the products of panels that are worked on together: eight vectors for one or two rows, four gates of a
+// cache line of units for more.
+template <class A>
+constexpr int64_t group_size() {
+  const int64_t vectors = 4 * 64 / (W<A> * static_cast<int64_t>(sizeof(A)));
+  return (vectors > 8 ? vectors : 8) * W<A>;
+}
+
 template <class A>
 struct ForwardState {
   int64_t h_stride, c_stride, z_stride, elements;
@@ -193,8 +201,16 @@ struct Forward {
   template <class Before>
   SK_INLINE void unit_products(int64_t count, int64_t panel, int64_t panels, int parity, A* products, int64_t stride,
                                const Before& before) const {
-    panel_products<A, TV>(count, panels * kParts, P, state.h[parity], state.h_stride,
-                          static_cast<const A*>(p.direction.packed_w_hh) + panel * P * NV * W<A>, products, stride,
+    const int64_t size = P * NV * W<A>;
+    const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
+    if (packed) {
+      packed += panel * size;
+    } else {
+      A* own = products + rows.share.rows * group_size<A>();
+      for (int64_t q = 0; q < panels && count > 0; ++q) pack_panel(p.direction.w_hh, panel + q, own + q * size);
+      packed = own;
+    }
+    panel_products<A, TV>(count, panels * kParts, P, state.h[parity], state.h_stride, packed, products, stride,
                           TV * W<A>, before);
   }
 
@@ -361,10 +377,9 @@ int64_t forward_panels(const RnnLayer& l) {
   return (l.hidden + units - 1) / units;
 }
 template <class A>
-int64_t forward_scratch(int64_t rows) {
-  // A group: of eight vectors for one or two rows, four gates of a cache line of units for more.
-  const int64_t vectors = 4 * 64 / (W<A> * static_cast<int64_t>(sizeof(A)));
-  return row_table_size<ForwardRow<A>, A>(rows) + rows * (vectors > 8 ? vectors : 8) * W<A>;
+int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
+  const int64_t packed = packs_on_the_way(l) ? l.width : 0;
+  return row_table_size<ForwardRow<A>, A>(rows) + (rows + packed) * group_size<A>();
 }
 
 }  // namespace

@@ -105,6 +105,35 @@ void few_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* a, 
                                  b + q * depth * kPanel<A>, c + q * kPanel<A>, ldc, kPanel<A>, [](int64_t, int64_t) {});
 }
 
+// Work items of such a product whose panels are packed on the way: groups of panels.
+template <class A>
+int64_t few_rows_items(const RnnFewRows& p) {
+  const int64_t group = panel_group<kGemmVecs>(p.rows);
+  return (panel_count<A>(p.b.columns, 1) + group - 1) / group;
+}
+template <class A>
+int64_t few_rows_scratch(const RnnFewRows& p) {
+  return panel_group<kGemmVecs>(p.rows) * kPanel<A> * (p.b.depth + p.rows);
+}
+template <class A>
+void few_rows_item(const RnnFewRows& p, int64_t item, A* scratch) {
+  const int64_t group = panel_group<kGemmVecs>(p.rows), first = item * group, depth = p.b.depth;
+  const int64_t left = panel_count<A>(p.b.columns, 1) - first, panels = left < group ? left : group;
+  for (int64_t q = 0; q < panels; ++q) pack_panel(p.b, first + q, scratch + q * depth * kPanel<A>);
+  A* products = scratch + group * depth * kPanel<A>;
+  panel_products<A, kGemmVecs>(p.rows, panels, depth, static_cast<const A*>(p.a), p.a_stride, scratch, products,
+                               group * kPanel<A>, kPanel<A>, [](int64_t, int64_t) {});
+  const A* bias = static_cast<const A*>(p.bias);
+  const int64_t begin = first * kPanel<A>, past = begin + panels * kPanel<A>;
+  const int64_t end = past < p.b.columns ? past : p.b.columns;
+  for (int64_t i = 0; i < p.rows; ++i)
+    for (int64_t u = begin; u < end; u += W<A>) {
+      Vec<A> v = load(products + i * group * kPanel<A> + u - begin);
+      if (bias) v += load_upto(bias + u, end - u);
+      store_upto(static_cast<A*>(p.c) + i * p.c_stride + u, v, end - u);
+    }
+}
+
 template <class A>
 SK_INLINE int64_t padded_stride(int64_t columns) {
   return round_up<A>(columns) + kPad<A>;
