@@ -348,9 +348,10 @@ def _network(
         source = x
         if norm_lists is not None:
             source = _normed(x, lists, norm_lists[first:end], sizes)
-        mask = _mask(mask_p, seed, layer, h0[first:end])
+        h, c = (h0, c0) if num_layers == 1 else (h0[first:end], None if c0 is None else c0[first:end])
+        mask = _mask(mask_p, seed, layer, h)
         zoneout_seed = derived_seed(seed, 3 * layer + ZONEOUT) if training and any(zoneouts) else None
-        tensors = (source, h0[first:end], None if c0 is None else c0[first:end], lengths, resets, mask, zoneout_seed)
+        tensors = (source, h, c, lengths, resets, mask, zoneout_seed)
         x, *state = run(
             backend, tensors, (*zoneouts, 1e-5, cell), list(lists.values()), recompute,
             return_all_c and layer == num_layers - 1,
