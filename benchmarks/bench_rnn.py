@@ -21,9 +21,16 @@ from seqkern.ops._autograd import Cost
 from seqkern.ops.rnn import cost
 from seqkern.testing import check_case, rnn_case
 
-# batch, steps, width (input and hidden)
+# batch, steps, width (input and hidden); then one step, as a model that writes takes it
 SHAPES = [(16, 64, 256), (32, 128, 512), (1, 256, 256), (64, 32, 1024)]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=[f"B{b}-T{t}-H{h}" for b, t, h in SHAPES])
+STEP_SHAPES = [(1, 1, 256), (1, 1, 1024), (16, 1, 1024)]
+
+
+def named(shapes: list[tuple[int, int, int]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("shape", shapes, ids=[f"B{b}-T{t}-H{h}" for b, t, h in shapes])
+
+
+shapes = named(SHAPES)
 LAYERS: dict[str, tuple[type, type]] = {
     "LSTM": (seqkern.nn.LSTM, torch.nn.LSTM),
     "GRU": (seqkern.nn.GRU, torch.nn.GRU),
@@ -33,7 +40,7 @@ LAYERS: dict[str, tuple[type, type]] = {
 NAMES = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}
 
 
-@shapes
+@named(SHAPES + STEP_SHAPES)
 @pytest.mark.parametrize("cell", LAYERS)
 def test_layer(benchmark, cell, shape, dtype, mode, device):
     batch, steps, hidden = shape
