@@ -16,8 +16,10 @@ namespace {
 // for others once a turn.
 constexpr double kGrainWork = 1 << 18, kGrainTurn = 1 << 14;
 constexpr int64_t kGrainElements = 4096;
-// Rows that a worker takes at least before there are workers on the same rows.
-constexpr int64_t kShareRows = 6;
+// Rows that a worker takes at least before there are workers on the same rows; and recurrent weights, in elements, from
+// which on all work on the same rows, unless these are many: each then reads its own part of the weights at every step,
+// not all of them (two cores of Zen 3, B = 64, H = 1024: 0 to 8 % of the time; at H = 512 it costs as much).
+constexpr int64_t kShareRows = 6, kShareWeights = int64_t{1} << 21, kShareState = int64_t{1} << 17;
 
 // ---- work -----------------------------------------------------------------------------------------------------------
 // Calls body(item, scratch) for every item, on as many threads as the work is worth. Each thread has its own scratch.
@@ -122,7 +124,8 @@ class Loops {
     const double turn = static_cast<double>(p.batch) * p.gate_columns * p.width;
     const bool worth_it = turn * p.steps * p.directions >= kGrainWork;
     const int64_t workers = !worth_it ? 1 : threads % p.directions == 0 ? threads / p.directions : threads;
-    shares_ = std::clamp<int64_t>(p.wide() ? p.batch : p.batch / kShareRows, 1, workers);
+    const bool large = p.gate_columns * p.width >= kShareWeights && p.batch * p.width <= kShareState;
+    shares_ = std::clamp<int64_t>(p.wide() ? p.batch : large ? 1 : p.batch / kShareRows, 1, workers);
     if (!p.wide()) {
       const auto most = static_cast<int64_t>(turn / static_cast<double>(shares_) / kGrainTurn);
       members_ = std::clamp<int64_t>(std::min(workers / shares_, most), 1, panels_);
