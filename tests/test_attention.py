@@ -109,29 +109,33 @@ def test_queries_that_see_nothing(keys, isa, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bad_numbers_reach_only_who_sees_them(isa, dtype):
-    clean = qkv(200, batch=1, heads=1, dtype=dtype)
+@pytest.mark.parametrize(("queries", "heads"), [(200, 1), (3, 1), (3, 4)])
+def test_bad_numbers_reach_only_who_sees_them(queries, heads, isa, dtype):
+    clean = qkv(queries, 200, batch=1, heads=heads, kv_heads=1, dtype=dtype)
     before = seqkern.attention(*clean, causal=True)
-    for name, position in itertools.product(NAMES, (0, 70, 199)):
+    at = torch.arange(200 - queries, 200)
+    for name, position in itertools.product(NAMES, (0, 70, 198, 199)):
+        if name == "query" and position < at[0]:
+            continue
         inputs = [t.clone() for t in clean]
-        inputs[NAMES.index(name)][..., position, 2] = math.nan
+        inputs[NAMES.index(name)][..., position - at[0] if name == "query" else position, 2] = math.nan
         out = seqkern.attention(*inputs, causal=True)
-        rows = out.isnan().any(-1).flatten()
-        sees = torch.arange(200) == position if name == "query" else torch.arange(200) >= position
-        assert torch.equal(rows, sees), (name, position)
+        sees = at == position if name == "query" else at >= position
+        assert torch.equal(out.isnan().any(-1), sees.expand(1, heads, queries)), (name, position)
         assert torch.equal(out[:, :, ~sees], before[:, :, ~sees])
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1e4}], ids=str)
-def test_scores_that_rise_along_the_keys(options, isa, dtype):
-    """Each block of keys outweighs all before it: the running maximum rises at every one."""
-    query, key, value = qkv(150, 300, head_dim=16, dtype=dtype)
-    query[..., 0], key[..., 0] = 1, torch.linspace(0, 300, 300)
+@pytest.mark.parametrize(("queries", "keys"), [(150, 300), (2, 1024)])
+def test_scores_that_rise_along_the_keys(queries, keys, options, isa, dtype):
+    """Each block of keys, or chunk of them, outweighs all before it: the running maximum rises at every one."""
+    query, key, value = qkv(queries, keys, head_dim=16, dtype=dtype)
+    query[..., 0], key[..., 0] = 1, torch.linspace(0, 300, keys)
     query[..., 1:] /= 8
     inputs = [query, key, value]
     out, lse, *grads = everything(inputs, scale=1.0, **options)
     doubles = [t.double().requires_grad_() for t in inputs]
-    diagonal = {"right": 0, "diagonal": 150} if options.get("causal") else {}
+    diagonal = {"right": 0, "diagonal": keys - queries} if options.get("causal") else {}
     expected = reference.attention(*doubles, scale=1.0, softcap=options.get("softcap", 0.0), **diagonal)
     cotangents = torch.cos(out.double()), torch.ones_like(expected[1])
     wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps

@@ -70,6 +70,7 @@ CASES = {
     "added mask": {"mask": "added", "keys": 65},
     "added mask of keys": {"mask": "added", "mask_shape": (2, 1, 1, 130), "batch": 2, "causal": False},
     "added mask of queries": {"mask": "added", "mask_shape": (1, 2, 130, 1), "batch": 2, "causal": False},
+    "added mask for all heads, many keys": {"mask": "added", "mask_shape": (130, 600), "keys": 600},
     "lengths": {"lengths": [5, 0, 130], "batch": 3, "keys": 130, "causal": False},
     "lengths, causal": {"lengths": [63, 100], "batch": 2, "queries": 70, "keys": 100},
     "window": {"window": (20, None), "keys": 200},
@@ -89,6 +90,14 @@ CASES = {
     "one query, everything": {
         "batch": 3, "heads": 8, "kv_heads": 1, "queries": 1, "keys": 300, "lengths": [1, 150, 300], "head_dim": 40,
         **EVERYTHING, "causal": False,
+    },
+    # A key head's few rows go over the keys in chunks of 512: 12 rows, and 4.
+    "few queries, chunks of keys": {
+        "batch": 3, "heads": 8, "kv_heads": 2, "queries": 3, "keys": 1300, "lengths": [1300, 1024, 600], "sinks": True,
+        "slopes": "own", "dropout_p": 0.1,
+    },
+    "few queries, window over chunks of keys": {
+        "heads": 4, "kv_heads": 2, "queries": 2, "keys": 1300, "window": (600, 0),
     },
 }  # fmt: skip
 

@@ -428,6 +428,22 @@ def test_same_bits_on_any_number_of_threads(cell, dtype, isa):
     assert all(equal(runs[0], other) for other in runs[1:])
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_same_bits_where_threads_share_a_sequence(cell, bidirectional, isa):
+    """Fewer sequences than keep the threads busy: several work on the same ones, and wait for each other every step."""
+    runs = 2 if bidirectional else 1
+    tensors = sequence(cell, 40, 9, 5, 129, runs=runs) + parameters(cell, 5, 129, directions=runs)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            results.append(everything(cell, tensors, bidirectional=bidirectional))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(equal(results[0], other) for other in results[1:])
+
+
 @pytest.mark.parametrize("batch", [2, 6, 33])
 def test_a_sequence_does_not_see_the_batch(cell, batch, dtype, isa):
     tensors = sequence(cell, 9, batch, 33, 65, dtype=dtype)

@@ -158,6 +158,33 @@ def test_any_combination_means_the_reference(combination):
     torch.testing.assert_close(call(recompute=c["recompute"]), expected)
 
 
+LONG = {
+    "lengths": {},
+    "masks": {"recurrent_dropout": 0.3, "zoneout": 0.2},
+    "norms": {"norms": True, "peepholes": True, "recurrent_dropout": 0.3, "zoneout": 0.2},
+    "projected": {"projection": 4},
+}
+
+
+@pytest.mark.parametrize(("cell", "name"), [(c, n) for c in CELLS for n in LONG if c == "lstm" or n != "projected"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_options_over_several_chunks_of_steps(cell, name, recompute):
+    """80 steps of 7 sequences go by in chunks of 36: where those meet, sequences end, begin and start again."""
+    options, kind = dict(LONG[name]), {"dtype": torch.float64}
+    own = {n: options.pop(n) for n in ("norms", "peepholes", "projection") if n in options}
+    own["peepholes"] = own.get("peepholes", False) and cell == "lstm"
+    weights, extra = network(cell, 5, 9, directions=2, **own, **kind)
+    x, hx = torch.randn(80, 7, 5, **kind), state(cell, 2, 7, 9, own.get("projection"), **kind)
+    resets = torch.rand(80, 7) < 0.1
+    resets[[8, 36, 44, 72], :4] = True
+    options |= {"lengths": [80, 36, 72, 8, 44, 0, 80], "resets": resets, "bidirectional": True} | extra
+    options |= {"training": True, "seed": 3} | ({"return_all_c": True} if cell == "lstm" else {})
+    call = functools.partial(everything, cell, x, hx, weights, **options)
+    with seqkern.use_backend("reference"):
+        expected = call()
+    torch.testing.assert_close(call(recompute=recompute), expected)
+
+
 # ---- lengths ------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +328,14 @@ def test_recompute_equals_stored(cell, norms, isa):
     torch.testing.assert_close(again, stored)
 
 
+def test_recompute_where_the_second_of_two_steps_starts_anew(cell, isa):
+    """A product of one row that is there and one that is not."""
+    weights, _ = network(cell)
+    x, hx, resets = torch.randn(2, 1, 4), state(cell, 1, 1), torch.tensor([[False], [True]])
+    stored, again = (everything(cell, x, hx, weights, resets=resets, recompute=r) for r in (False, True))
+    torch.testing.assert_close(again, stored)
+
+
 def test_recompute_saves_memory(cell):
     def saved(**options):
         weights, _ = network(cell, 5, 33)
@@ -414,6 +449,25 @@ def test_gradgradcheck_with_options(cell):
     function, leaves = _checked(cell, x, hx, weights, extra, [2, 1], bidirectional=False)
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+def test_gradient_of_the_input_alone_with_options(cell, norms, recompute, isa):
+    """Nothing is summed for the weights, norms and peepholes then."""
+    kind = {"dtype": torch.float64}
+    weights, extra = network(cell, 5, 9, directions=2, norms=norms, peepholes=cell == "lstm", **kind)
+    options = {"lengths": [6, 2, 5], "bidirectional": True, "recompute": recompute, "recurrent_dropout": 0.3}
+    options |= {"zoneout": 0.2, "training": True, "seed": 3} | extra
+    x = torch.randn(6, 3, 5, **kind, requires_grad=True)
+
+    def gradient():
+        return torch.autograd.grad(getattr(seqkern, cell)(x, None, weights, **options)[0].sin().sum(), x)[0]
+
+    alone = gradient()
+    for t in flat([weights, extra]):
+        t.requires_grad_()
+    assert torch.equal(alone, gradient())
 
 
 def test_projection_derivatives():
