@@ -125,7 +125,8 @@ class Loops {
     const bool worth_it = turn * p.steps * p.directions >= kGrainWork;
     const int64_t workers = !worth_it ? 1 : threads % p.directions == 0 ? threads / p.directions : threads;
     const bool large = p.gate_columns * p.width >= kShareWeights && p.batch * p.width <= kShareState;
-    shares_ = std::clamp<int64_t>(p.wide() ? p.batch : large ? 1 : p.batch / kShareRows, 1, workers);
+    const bool together = large || packs_on_the_way(p.layer);  // each would pack all weights for its own rows
+    shares_ = std::clamp<int64_t>(p.wide() ? p.batch : together ? 1 : p.batch / kShareRows, 1, workers);
     if (!p.wide()) {
       const auto most = static_cast<int64_t>(turn / static_cast<double>(shares_) / kGrainTurn);
       members_ = std::clamp<int64_t>(std::min(workers / shares_, most), 1, panels_);

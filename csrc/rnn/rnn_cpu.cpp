@@ -26,9 +26,8 @@
 //   - all turns through the panels in one direction: with one row, where the weights are all there is to do, 10 % more
 //     time than back and forth.
 //   - an LSTM's four gates as one tile of 3 x 4 vectors: 3 to 8 % slower than as two panels of 6 x 2.
-//   - large products with the rows of the next tile, or the next panel, prefetched: 1 to 3 % slower; blocks in the
-//   other
-//     order, 48 rows in a block, panels that are no power of two apart: no difference.
+//   - large products with the rows of the next tile, or the next panel, prefetched: 1 to 3 % slower.
+//   - large products by other blocks (48 rows, rows before columns), or panels no power of two apart: no difference.
 #include "rnn_backward.h"
 #include "rnn_forward.h"
 
