@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,20 @@ def test_backward_again_and_after_it_was_freed():
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(output.sum(), leaves), strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(output.sum(), leaves)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_nothing_is_kept_of_results_that_are_gone(differentiable):
+    leaves = tensors()
+    with torch.set_grad_enabled(differentiable):
+        results = [norm(*leaves), *added(*leaves)]
+    if differentiable:
+        grads = torch.autograd.grad(sum(t.sum() for t in results), leaves)
+        results += grads
+        del grads
+    alive = [weakref.ref(t) for t in results]
+    results.clear()
+    assert [t() for t in alive] == [None] * len(alive)
 
 
 def test_second_derivatives():

@@ -183,7 +183,10 @@ PyObject* apply_added(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   const variable_list outputs =
       AddLayerNormNode::apply(THPVariable_Unpack(arguments[1]), THPVariable_Unpack(arguments[2]),
                               optional(arguments[3]), optional(arguments[4]), options);
-  return PyTuple_Pack(2, THPVariable_Wrap(outputs[0]), THPVariable_Wrap(outputs[1]));
+  PyObject* both = PyTuple_New(2);  // which takes over what it is given: PyTuple_Pack would hold it for ever
+  PyTuple_SET_ITEM(both, 0, THPVariable_Wrap(outputs[0]));
+  PyTuple_SET_ITEM(both, 1, THPVariable_Wrap(outputs[1]));
+  return both;
   END_HANDLE_TH_ERRORS
 }
 
