@@ -414,34 +414,27 @@ def test_state_is_zero_without_one(cell):
 # ---- determinism --------------------------------------------------------------------------------------------------
 
 
+def same_bits_on_threads(counts, call):
+    threads = torch.get_num_threads()
+    try:
+        first, *others = [(torch.set_num_threads(count), call())[1] for count in counts]
+    finally:
+        torch.set_num_threads(threads)
+    return all(equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_on_any_number_of_threads(cell, dtype, isa):
     tensors = sequence(cell, 40, 67, 33, 65, runs=2, dtype=dtype) + parameters(cell, 33, 65, directions=2, dtype=dtype)
-    threads = torch.get_num_threads()
-    runs = []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            runs.append(everything(cell, tensors, bidirectional=True))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(equal(runs[0], other) for other in runs[1:])
+    assert same_bits_on_threads((1, 2, 3, 2), lambda: everything(cell, tensors, bidirectional=True))
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_same_bits_where_threads_share_a_sequence(cell, bidirectional, isa):
-    """Fewer sequences than keep the threads busy: several work on the same ones, and wait for each other every step."""
-    runs = 2 if bidirectional else 1
-    tensors = sequence(cell, 40, 9, 5, 129, runs=runs) + parameters(cell, 5, 129, directions=runs)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 8):
-            torch.set_num_threads(count)
-            results.append(everything(cell, tensors, bidirectional=bidirectional))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(equal(results[0], other) for other in results[1:])
+@pytest.mark.parametrize("runs", [1, 2])
+@pytest.mark.parametrize(("steps", "batch", "hidden"), [(40, 9, 129), (1, 33, 129)])
+def test_same_bits_where_threads_share_a_sequence(cell, steps, batch, hidden, runs, isa):
+    """Few sequences, or one step: several threads work on the same ones, and wait for each other every step."""
+    tensors = sequence(cell, steps, batch, 5, hidden, runs=runs) + parameters(cell, 5, hidden, directions=runs)
+    assert same_bits_on_threads((1, 2, 3, 8), lambda: everything(cell, tensors, bidirectional=runs == 2))
 
 
 @pytest.mark.parametrize("batch", [2, 6, 33])

@@ -117,28 +117,23 @@ void pack_panel(const Packing& p, int64_t panel, A* packed) {
 
 // Cache lines that the next piece of work needs, asked for a few at a time while the tiles of this one compute: all at
 // once they would only fill the queue of misses, and the tiles would wait.
-struct Ahead {
-  struct Region {
-    const char* base;
-    int64_t stride, rows, lines, row, line;
-  };
-  Region regions[4] = {};
-  int count = 0;
-  int64_t tiles;  // among which the lines are spread
-
-  explicit Ahead(int64_t tiles_) : tiles(tiles_ > 0 ? tiles_ : 1) {}
-  void add(const void* base, int64_t stride_bytes, int64_t rows, int64_t row_bytes) {
-    regions[count++] = {static_cast<const char*>(base), stride_bytes, rows, (row_bytes + 63) / 64, 0, 0};
+class Ahead {
+ public:
+  // Lines of `rows` rows of row_bytes; no rows: nothing to ask for.
+  Ahead(int64_t tiles, const void* base, int64_t stride, int64_t rows, int64_t row_bytes)
+      : base_(static_cast<const char*>(base)), stride_(stride), rows_(rows), lines_((row_bytes + 63) / 64) {
+    each_ = (rows_ * lines_ + tiles - 1) / tiles;
   }
   SK_INLINE void fetch() {
-    for (int i = 0; i < count; ++i) {
-      Region& r = regions[i];
-      for (int64_t n = (r.rows * r.lines + tiles - 1) / tiles; n > 0 && r.row < r.rows; --n) {
-        __builtin_prefetch(r.base + r.row * r.stride + r.line * 64, 0, 2);
-        if (++r.line == r.lines) r.line = 0, ++r.row;
-      }
+    for (int64_t n = each_; n > 0 && row_ < rows_; --n) {
+      __builtin_prefetch(base_ + row_ * stride_ + line_ * 64, 0, 2);
+      if (++line_ == lines_) line_ = 0, ++row_;
     }
   }
+
+ private:
+  const char* base_;
+  int64_t stride_, rows_, lines_, each_, row_ = 0, line_ = 0;  // each_: at a tile
 };
 
 template <class A>
@@ -202,6 +197,20 @@ void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth
     int64_t i = 0;
     for (; i + W<A> <= inner; i += W<A>) store(out + i, load(in + i));
     if (i < inner) store_partial(out + i, load_partial(in + i, inner - i), inner - i);
+  }
+}
+
+template <class A>
+void stage_any(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, A* staged, int64_t& row_stride,
+               int64_t& k_stride) {
+  if constexpr (sizeof(A) == 8) {
+    stage<double>(p, m0, rows, k0, depth, staged, row_stride, k_stride);
+  } else {
+    switch (p.a_type) {
+      case Dtype::bf16: stage<BFloat16>(p, m0, rows, k0, depth, staged, row_stride, k_stride); break;
+      case Dtype::f16: stage<Half>(p, m0, rows, k0, depth, staged, row_stride, k_stride); break;
+      default: stage<float>(p, m0, rows, k0, depth, staged, row_stride, k_stride); break;
+    }
   }
 }
 
@@ -273,16 +282,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   // Without any depth the product is zero; a tile of depth 0 writes that.
   for (int64_t k = 0; k == 0 || k < p.depth; k += kBlockDepth) {
     const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
-    if (direct) {
-    } else if constexpr (sizeof(A) == 8) {
-      stage<double>(p, m0, rows, k, depth, scratch, row_stride, k_stride);
-    } else {
-      switch (p.a_type) {
-        case Dtype::bf16: stage<BFloat16>(p, m0, rows, k, depth, scratch, row_stride, k_stride); break;
-        case Dtype::f16: stage<Half>(p, m0, rows, k, depth, scratch, row_stride, k_stride); break;
-        default: stage<float>(p, m0, rows, k, depth, scratch, row_stride, k_stride); break;
-      }
-    }
+    if (!direct) stage_any(p, m0, rows, k, depth, scratch, row_stride, k_stride);
     const A* a = direct ? direct + k : scratch;
     const auto product = [&](const auto& before, const auto& after) {
       multiply_panels<A>(rows, columns, depth, a, row_stride, k_stride, b + k * kPanel<A>, panel_stride, c, ldc, k > 0,
@@ -297,16 +297,13 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
               });
       continue;
     }
-    Ahead ahead(tile_count<A>(rows, columns));
-    const int64_t size = size_of(p.a_type);
-    if (direct) {
-      ahead.add(direct + next, row_stride * size, rows, next_depth * size);
-    } else if (!p.a_rows) {
-      const bool by_rows = p.a_k_stride == 1;
-      ahead.add(static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size,
-                (by_rows ? p.a_row_stride : p.a_k_stride) * size, by_rows ? rows : next_depth,
-                (by_rows ? next_depth : rows) * size);
-    }
+    const int64_t size = size_of(p.a_type), tiles = tile_count<A>(rows, columns);
+    const bool by_rows = p.a_k_stride == 1;
+    const int64_t stride = (direct ? row_stride : by_rows ? p.a_row_stride : p.a_k_stride) * size;
+    const void* from = direct     ? static_cast<const void*>(direct + next)
+                       : p.a_rows ? nullptr  // rows anywhere are not asked for
+                                  : static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size;
+    Ahead ahead(tiles, from, stride, !from ? 0 : by_rows ? rows : next_depth, (by_rows ? next_depth : rows) * size);
     product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { ahead.fetch(); },
             [](int64_t, int64_t, int64_t, int64_t) {});
   }
