@@ -46,3 +46,29 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "rnn_cell_bwd(Tensor grad_h, Tensor? grad_c, Tensor h, Tensor? c, Tensor? c_new, Tensor activated, int cell) "
       "-> (Tensor grad_x_gates, Tensor grad_h_gates, Tensor grad_h_prev, Tensor grad_c_prev)");
 }
+
+// What is written in CUDA C++: csrc/*/*_cuda.cu. Ops of their own, so that `seqkern`'s can choose between them and
+// Triton's (seqkern/_library.py); the schemas are there in every build, the kernels where nvcc was.
+STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
+  m.def(
+      "layer_norm_fwd(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
+      "float dropout_p, bool centred) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+      "Tensor? seed, float dropout_p, bool centred, bool need_weight, bool need_bias) "
+      "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // The scan over the steps of a layer, all that is not a matrix product over all of them: kernels/rnn.py.
+  m.def(
+      "rnn_scan_fwd(Tensor x, Tensor w_hh, Tensor? bias, Tensor? norm, Tensor? lengths, Tensor? resets, "
+      "Tensor? recurrent_mask, Tensor? seed, Tensor h0, Tensor? c0, float zoneout_h, float zoneout_c, float eps, "
+      "int cell, bool reverse, Tensor(a!) output, Tensor(b!)? cells, Tensor(c!)? gates, Tensor(d!)? products, "
+      "str tier) -> (Tensor h_n, Tensor c_n)");
+  m.def(
+      "rnn_scan_bwd(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor gates, "
+      "Tensor? cells, Tensor? c0, Tensor output, Tensor h0, Tensor? products, Tensor w_hh, Tensor? norm, "
+      "Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, Tensor? seed, float zoneout_h, float zoneout_c, "
+      "float eps, int cell, bool reverse, Tensor(a!) grad_x, Tensor(b!)? grad_products, Tensor(c!)? norm_sums, "
+      "str tier) -> (Tensor grad_h0, Tensor grad_c0)");
+  // Which tier of the scan would run ("block", "cluster", "grid" or "none"), and why, for `explain`.
+  m.def("rnn_scan_plan(Tensor w_hh, int batch, int cell, bool norm, bool backward, str tier) -> str");
+}
