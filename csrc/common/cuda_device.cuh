@@ -166,17 +166,20 @@ SK_DEVICE uint32_t add_release(uint32_t* p, uint32_t v) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
   return old;
 }
-// 16 bytes, past the first-level cache; they arrive in whole 16-byte units.
+// 16 bytes that other blocks write or read, in one piece: whoever sees one word of a store sees all of it. A vector of
+// four words promises that of each word only.
 SK_DEVICE uint4 load_fresh_16(const void* p) {
-  uint4 v;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+  uint64_t low, high;
+  asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+               : "=l"(low), "=l"(high)
                : "l"(p)
                : "memory");
-  return v;
+  return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+          static_cast<uint32_t>(high >> 32)};
 }
 SK_DEVICE void store_fresh_16(void* p, uint4 v) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+  asm volatile("{\n .reg .b128 v;\n mov.b128 v, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(p),
+               "l"(v.x | static_cast<uint64_t>(v.y) << 32), "l"(v.z | static_cast<uint64_t>(v.w) << 32)
                : "memory");
 }
 SK_DEVICE void pause() {}
