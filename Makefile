@@ -8,6 +8,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 
+CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
+
 .PHONY: demo test test-slow bench gpu lint format build wheel clean
 
 demo: build
@@ -36,7 +38,7 @@ wheel: build
 	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .
 
 gpu:
-	$(PYTHON) setup.py -q build_ext --inplace
+	SEQKERN_CUDA_ARCHS=native $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pytest -m gpu
 	$(PYTHON) -m benchmarks --device cuda
 
@@ -44,12 +46,12 @@ lint: build
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	git ls-files 'csrc/*.cpp' 'csrc/*.h' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+	git ls-files $(CXX_FILES) | xargs $(VENV)/bin/clang-format --dry-run --Werror
 
 format:
 	$(VENV)/bin/ruff check --fix-only -q .
 	$(VENV)/bin/ruff format -q .
-	git ls-files 'csrc/*.cpp' 'csrc/*.h' | xargs $(VENV)/bin/clang-format -i
+	git ls-files $(CXX_FILES) | xargs $(VENV)/bin/clang-format -i
 
 clean:
 	rm -rf build dist report .benchmarks seqkern/_C.abi3.so *.egg-info

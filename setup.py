@@ -1,7 +1,8 @@
-"""Builds seqkern's one extension: C++ kernels for CPU behind the LibTorch stable ABI.
+"""Builds seqkern's one extension: C++ kernels for CPU and CUDA kernels behind the LibTorch stable ABI.
 
-torch.utils.cpp_extension is not used: the kernels are compiled once per instruction-set tier with different flags, and
-the binary must not depend on the torch, Python or CUDA version it was built with. Ninja does the incremental work.
+torch.utils.cpp_extension is not used: the kernels are compiled once per instruction-set tier with different flags, the
+binary must not depend on the torch, Python or CUDA version it was built with, and CUDA kernels are built wherever nvcc
+is, whether or not this torch was built for CUDA. Ninja does the incremental work.
 
 Beside it, where Python's headers are there, a small library that does depend on them: autograd nodes in C++, named
 after the torch and the Python that it is for, and loaded by no other.
@@ -11,9 +12,11 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -51,6 +54,21 @@ X86_TIERS = {
 # Units for the matrix tiles of newer x86 servers, where the compiler knows them: *_amx.cpp, in one tier only.
 AMX_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-fno-exceptions"]
 TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
+
+# What CUDA kernels are compiled for: machine code by compute capability (80 runs on every 8.x, 120 on 12.x, an "a" on
+# its own chip alone), and PTX, which a driver compiles for any other GPU: of 9.0, the oldest that has all that the
+# kernels use, because PTX runs on what is newer only. PTX of 10.0 or 12.0 would leave out chips and gain nothing.
+CUDA_TARGETS = {
+    "80": "arch=compute_80,code=sm_80",
+    "90a": "arch=compute_90a,code=sm_90a",
+    "100a": "arch=compute_100a,code=sm_100a",
+    "120": "arch=compute_120,code=sm_120",
+    "ptx90": "arch=compute_90,code=compute_90",
+}
+CUDA_FLAGS = [
+    "-std=c++17", "-O3", "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-fvisibility-inlines-hidden,-Wall,-Wno-unknown-pragmas,-Wno-psabi",
+]  # fmt: skip
 
 
 def torch_root() -> Path:
@@ -116,8 +134,95 @@ def knows_amx() -> bool:
         return False  # the build itself will say so
 
 
+@dataclass(frozen=True)
+class Cuda:
+    """An nvcc that works, and what it compiles for."""
+
+    nvcc: Path
+    version: tuple[int, int]
+    archs: list[str]
+    library: Path  # CUDA's runtime, static: the binary needs no CUDA to be there
+
+    def flags(self) -> list[str]:
+        # A smaller file, which drivers for CUDA 12.4 can read: those that CUDA 13 needs anyway.
+        return [*CUDA_FLAGS, *(["--compress-mode=size"] if self.version >= (13, 0) else [])]
+
+
+def find_cuda() -> Cuda | None:
+    """nvcc and the targets that SEQKERN_CUDA_ARCHS asks for, or None where there is no nvcc or "none" is asked for.
+
+    Says so once. A name that is none, or a target that this nvcc does not know, ends the build.
+    """
+    asked = os.environ.get("SEQKERN_CUDA_ARCHS", "").replace(",", ";").strip()
+    wanted = [name.strip() for name in asked.split(";") if name.strip()]
+    if wanted == ["native"]:
+        wanted = native_archs()
+    if unknown := [name for name in wanted if name not in CUDA_TARGETS and wanted != ["none"]]:
+        raise SystemExit(
+            f"seqkern: SEQKERN_CUDA_ARCHS must be native, none, or some of {';'.join(CUDA_TARGETS)}, got {unknown[0]!r}"
+        )
+    if wanted == ["none"]:
+        print("seqkern: SEQKERN_CUDA_ARCHS is none: no CUDA kernels in this build", file=sys.stderr)
+        return None
+    nvcc = find_nvcc()
+    if nvcc is None:
+        if wanted:
+            raise SystemExit(f"seqkern: SEQKERN_CUDA_ARCHS is {asked!r}, but there is no nvcc: set NVCC or CUDA_HOME")
+        print(
+            "seqkern: no nvcc (NVCC, CUDA_HOME, PATH, /usr/local/cuda): no CUDA C++ kernels in this build; "
+            "CPU tensors run C++, CUDA tensors Triton",
+            file=sys.stderr,
+        )
+        return None
+    path, version = nvcc
+    known = answer(path, "--list-gpu-arch").split()
+    archs = [a for a in CUDA_TARGETS if f"compute_{re.sub('[^0-9]', '', a)}" in known and (not wanted or a in wanted)]
+    missing = [name for name in wanted or CUDA_TARGETS if name not in archs]
+    if missing and (wanted or not archs):
+        raise SystemExit(f"seqkern: {path} of CUDA {version[0]}.{version[1]} cannot compile for {missing[0]}")
+    if missing:
+        print(f"seqkern: {path} does not know {', '.join(missing)}: not in this build", file=sys.stderr)
+    folders = re.findall(r'"-L([^"]+)"', answer(path, "--dryrun", "-x", "cu", "-c", os.devnull))
+    for folder in map(Path, folders):
+        if (library := folder / "libcudart_static.a").exists():
+            return Cuda(path, version, archs, library.resolve())
+    raise SystemExit(f"seqkern: {path} has no libcudart_static.a in {', '.join(folders) or 'any folder'}")
+
+
+def native_archs() -> list[str]:
+    """What the GPUs of this machine run, as nvidia-smi names them."""
+    answers = answer(Path("nvidia-smi"), "--query-gpu=compute_cap", "--format=csv,noheader").split()
+    found = {capability.replace(".", "") for capability in answers}
+    if not found:
+        raise SystemExit("seqkern: SEQKERN_CUDA_ARCHS is native, but nvidia-smi names no GPU")
+    generations = {"8": "80", "12": "120"}
+    return [f"{c}a" if f"{c}a" in CUDA_TARGETS else generations.get(c[:-1], "ptx90") for c in sorted(found)]
+
+
+def find_nvcc() -> tuple[Path, tuple[int, int]] | None:
+    """The first nvcc that tells its version; the one that NVCC names has to."""
+    named, home = os.environ.get("NVCC"), os.environ.get("CUDA_HOME")
+    elsewhere = [home and f"{home}/bin/nvcc", shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    for candidate in filter(None, [named] if named else elsewhere):
+        if release := re.search(r"release (\d+)\.(\d+)", answer(Path(candidate), "--version")):
+            return Path(candidate), (int(release[1]), int(release[2]))
+    if named:
+        raise SystemExit(f"seqkern: NVCC is {named!r}, which does not tell its version as nvcc does")
+    return None
+
+
+def answer(program: Path, *arguments: str) -> str:
+    """What it prints, or nothing where it cannot run."""
+    try:
+        result = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return result.stdout + result.stderr if result.returncode == 0 else ""
+
+
 def ninja_file(output: Path, torch_dir: Path) -> str:
     include = torch_dir / "include"
+    cuda = find_cuda()
     host_flags = [
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
         f"-isystem {quote(include)}",
@@ -135,8 +240,9 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         "  deps = gcc",
         "  description = C++ $out",
         "rule link",
-        f"  command = $cxx -shared $in -o $out -L{quote(torch_dir / 'lib')} -ltorch_cpu $ldflags",
+        f"  command = $cxx -shared $in -o $out -L{quote(torch_dir / 'lib')} -ltorch_cpu $cuda $ldflags",
         "  description = link $out",
+        *(cuda_rule(cuda) if cuda else ()),
     ]
     objects = []
     for source in sorted(CSRC.rglob("*.cpp")):
@@ -147,13 +253,39 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
             continue
         elif source.name.endswith("_amx.cpp"):
             units = [(f"{relative}.o", ["-DSK_TIER=amx", *AMX_FLAGS])] if amx else []
+        elif source == CSRC / "library.cpp":
+            units = [(f"{relative}.o", [*host_flags, f"'-DSK_CUDA_ARCHS=\"{' '.join(cuda.archs) if cuda else ''}\"'"])]
         else:
             units = [(f"{relative}.o", host_flags)]
         for name, flags in units:
             lines += [f"build {name}: compile {quote(source)}", f"  extra = {' '.join(flags)}"]
             objects.append(name)
+    for source in sorted(CSRC.rglob("*.cu")) if cuda else ():
+        # Kernels are in *_cuda.cu; what only launches them is compiled once.
+        archs = cuda.archs if source.stem.endswith("_cuda") else cuda.archs[:1]
+        name = f"{source.relative_to(CSRC).with_suffix('')}.cu.o"
+        targets = " ".join(f"-gencode {CUDA_TARGETS[arch]}" for arch in archs)
+        lines += [f"build {name}: cuda {quote(source)}", f"  extra = {' '.join(host_flags)} {targets}"]
+        objects.append(name)
     lines += [f"build {quote(output)}: link {' '.join(objects)}", f"default {quote(output)}", ""]
     return "\n".join(lines)
+
+
+def cuda_rule(cuda: Cuda) -> list[str]:
+    """What ptxas says of registers and spills stays beside the object, for the tests; warnings and errors are shown."""
+    compiler = [word for word in os.environ.get("CXX", "").split() if not word.startswith("-")]
+    host = f" -ccbin {compiler[-1]}" if compiler else ""
+    return [
+        f"nvcc = {quote(cuda.nvcc)}{host}",
+        f"cuda_flags = {' '.join(cuda.flags())} {os.environ.get('NVCCFLAGS', '')}".rstrip(),
+        f"cuda = {quote(cuda.library)} -Wl,--exclude-libs,ALL -ldl -lpthread -lrt",
+        "rule cuda",
+        "  command = $nvcc $cuda_flags $includes $extra -MMD -MF $out.d -c $in -o $out > $out.ptxas 2>&1 "
+        "|| { cat $out.ptxas; exit 1; }; grep -i warning $out.ptxas || true",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = CUDA $out",
+    ]
 
 
 def node_ninja_file(output: Path, torch_dir: Path) -> str:
@@ -180,13 +312,14 @@ def quote(path: Path) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
-setup(
-    # seqkern/kernels is a link to kernels/: installed as seqkern.kernels, never as a top-level package.
-    packages=[*find_packages(include=["seqkern", "seqkern.*"]), "seqkern.kernels"],
-    ext_modules=[
-        Extension("seqkern._C", sources=[], py_limited_api=True),
-        Extension(NODE, sources=[], optional=True),
-    ],
-    cmdclass={"build_ext": NinjaBuildExt},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
-)
+if __name__ == "__main__":
+    setup(
+        # seqkern/kernels is a link to kernels/: installed as seqkern.kernels, never as a top-level package.
+        packages=[*find_packages(include=["seqkern", "seqkern.*"]), "seqkern.kernels"],
+        ext_modules=[
+            Extension("seqkern._C", sources=[], py_limited_api=True),
+            Extension(NODE, sources=[], optional=True),
+        ],
+        cmdclass={"build_ext": NinjaBuildExt},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

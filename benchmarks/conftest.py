@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from seqkern._library import describe_machine
+from seqkern import _library, use_backend
+from seqkern._explain import describe_machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,9 +25,33 @@ def _threads(request: pytest.FixtureRequest) -> None:
         torch.set_num_threads(count)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On a GPU a case of a slice that CUDA C++ has as well runs once in Triton and once there."""
+    slice = metafunc.module.__name__.rpartition("bench_")[2]
+    if (
+        "backend" in metafunc.fixturenames
+        and _device(metafunc.config) == "cuda"
+        and slice in _library.CUDA_OPS.values()
+    ):
+        metafunc.parametrize("backend", _library.gpu_backends(slice), indirect=True)
+
+
+def _device(config: pytest.Config) -> str:
+    return config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    return request.config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    return _device(request.config)
+
+
+@pytest.fixture(autouse=True)
+def backend(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[str]:
+    """What seqkern runs on in this case, its gate included."""
+    name = getattr(request, "param", "auto")
+    benchmark.extra_info["backend"] = name
+    with use_backend(name):
+        yield name
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -32,7 +32,8 @@ def table(cases: list[dict[str, Any]]) -> Table:
         result.add_column(column, justify="right", no_wrap=True)
     for case in cases:
         result.add_row(
-            *(case[key] for key in ("op", "shape", "dtype", "mode")),
+            _named(case),
+            *(case[key] for key in ("shape", "dtype", "mode")),
             f"{case['milliseconds']:.3f}",
             *([_step(case)] if stepwise else []),
             *(_versus(case["peers"].get(name)) for name in peers),
@@ -41,6 +42,12 @@ def table(cases: list[dict[str, Any]]) -> Table:
             f"{case['share_of_roofline']:.0%}",
         )
     return result
+
+
+def _named(case: dict[str, Any]) -> str:
+    """The op, and the backend where a run forced one."""
+    backend = case.get("backend", "auto")
+    return case["op"] if backend == "auto" else f"{case['op']} {backend}"
 
 
 def _step(case: dict[str, Any]) -> str:
@@ -60,7 +67,7 @@ def plot(machine: dict[str, str], cases: list[dict[str, Any]], path: Path) -> No
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    labels = [f"{c['op']} {c['shape']} {c['dtype']} {c['mode']}" for c in cases]
+    labels = [f"{_named(c)} {c['shape']} {c['dtype']} {c['mode']}" for c in cases]
     peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.3 * len(cases)), layout="constrained")
     for offset, name in enumerate(peers):

@@ -33,7 +33,7 @@ from examples.console import (
     variants_table,
     verification_table,
 )
-from seqkern import _library
+from seqkern import _explain, _library
 
 # Of the budget, the share that goes to timing attention and LSTM; the other parts do a fixed amount of work.
 COST_SHARE = 0.2
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"--text: {error}", style="red", highlight=False, soft_wrap=True)
         return 2
 
-    machine, kernels = _library.describe_machine(), [asdict(seqkern.explain(op)) for op in _library.FUNCTIONS]
+    machine, kernels = _explain.describe_machine(), [asdict(seqkern.explain(op)) for op in _library.FUNCTIONS]
     console.print(machine_table(machine), kernels_table(kernels))
     if (share := processor_share()) < 0.8:
         console.print(

@@ -21,16 +21,19 @@ from seqkern.testing import CASES, check_case, layer_norm_case, verify
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def kernels() -> list[tuple[str, dict[str, Any]]]:
-    """The kernels that can run here, with the arguments of `verify` that force them."""
+def kernels(op: str) -> list[tuple[str, dict[str, Any]]]:
+    """The kernels of `op` that can run here, with the arguments of `verify` that force them."""
     found: list[tuple[str, dict[str, Any]]] = [(f"C++ {isa}", {"isa": isa}) for isa in _library.available_isas()]
-    if torch.cuda.is_available() and _library.has_triton():
-        found.append(("Triton", {"backend": "triton", "device": "cuda"}))
+    if torch.cuda.is_available():
+        names, function = {"triton": "Triton", "cuda": "CUDA C++"}, op.removesuffix("_options")
+        for backend in _library.gpu_backends(_library.FUNCTIONS[function]):
+            if backend == "triton" or function in _library.CUDA_FUNCTIONS:
+                found.append((names[backend], {"backend": backend, "device": "cuda"}))
     return found
 
 
 def cases() -> list[tuple[str, torch.dtype, str, dict[str, Any]]]:
-    return [(op, dtype, name, options) for op in CASES for dtype in DTYPES for name, options in kernels()]
+    return [(op, dtype, name, options) for op in CASES for dtype in DTYPES for name, options in kernels(op)]
 
 
 def run() -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Fused kernels for sequence models in PyTorch: attention, layer norm and recurrent networks, on CPU and GPU."""
 
 from seqkern import nn, reference
-from seqkern._library import explain, release_memory, use_backend
+from seqkern._explain import explain
+from seqkern._library import release_memory, use_backend
 from seqkern.ops.attention import (
     attention,
     attention_decode,

@@ -1,6 +1,7 @@
 """`python -m seqkern`: what this machine is, and for every op which kernel runs and why."""
 
-from seqkern._library import FUNCTIONS, describe_machine, explain
+from seqkern._explain import describe_machine, explain
+from seqkern._library import FUNCTIONS
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Loads the extension, picks the backend of every op, and explains the choice.
+"""Loads the extension and picks the backend of every op; `_explain.py` tells of the choice.
 
 A process has one backend setting (`use_backend`, or the environment variable SEQKERN_BACKEND) and one instruction-set
-tier for the CPU kernels (`use_cpu_isa`, SEQKERN_CPU_ISA). "auto" means: C++ for CPU tensors, Triton for CUDA tensors.
-Nothing is tried and caught: what cannot run raises, and `explain` says beforehand what would.
+tier for the CPU kernels (`use_cpu_isa`, SEQKERN_CPU_ISA). "auto" means: C++ for CPU tensors; for CUDA tensors Triton,
+or CUDA C++ where that measured faster (`FASTEST`). Nothing is tried and caught: what cannot run raises, and `explain`
+says beforehand what would.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import os
-import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,18 @@ SLICES = {
     "rnn_cell_fwd": "rnn",
     "rnn_cell_bwd": "rnn",
 }
+# What is written in CUDA C++ as well, and its slice: ops of their own in `seqkern_cuda`. Of recurrent layers that is
+# the scan over the steps, which kernels/rnn.py calls between its products.
+CUDA_OPS = {
+    "layer_norm_fwd": "layer_norm",
+    "layer_norm_bwd": "layer_norm",
+    "rnn_scan_fwd": "rnn",
+    "rnn_scan_bwd": "rnn",
+    "rnn_scan_plan": "rnn",
+}
+# What "auto" runs on CUDA tensors, by slice and compute capability (90 for 9.0), where a result under
+# benchmarks/results shows that CUDA C++ is faster; Triton elsewhere.
+FASTEST: dict[tuple[str, int], str] = {}
 # What users call, and the slice whose kernels run.
 FUNCTIONS = {
     "scaled_dot_product_attention": "attention",
@@ -56,6 +67,17 @@ FUNCTIONS = {
     "rnn_tanh_cell": "rnn",
     "rnn_relu_cell": "rnn",
 }
+# Of these, what has CUDA C++ kernels.
+CUDA_FUNCTIONS = (
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+)
 
 
 def _load() -> ctypes.CDLL:
@@ -70,9 +92,17 @@ def _load() -> ctypes.CDLL:
     extension.seqkern_active_isa.restype = ctypes.c_char_p
     extension.seqkern_best_isa.restype = ctypes.c_char_p
     extension.seqkern_set_isa.argtypes = [ctypes.c_char_p]
+    extension.seqkern_cuda_archs.restype = ctypes.c_char_p
     extension.seqkern_pool_set_limit.argtypes = [ctypes.c_size_t]
     extension.seqkern_pool_waiting.restype = ctypes.c_size_t
     return extension
+
+
+def _load_executor(path: str) -> None:
+    """For the tests (tests/simt): the CUDA kernels compiled for the host, under the CPU key of `seqkern_cuda`."""
+    if not Path(path).is_file():
+        raise ValueError(f"SEQKERN_SIMT must name the library that tests/simt builds, got {path!r}")
+    torch.ops.load_library(path)
 
 
 def node_library() -> Path | None:
@@ -84,6 +114,9 @@ def node_library() -> Path | None:
 
 _extension = _load()
 _OPS: dict[str, Any] = {name: getattr(torch.ops.seqkern, name).default for name in SLICES}
+_CUDA: dict[str, Any] = {name: getattr(torch.ops.seqkern_cuda, name).default for name in CUDA_OPS}
+if _executor := os.environ.get("SEQKERN_SIMT", ""):
+    _load_executor(_executor)
 
 
 # ---- instruction-set tier of the CPU kernels ----------------------------------------------------------------------
@@ -164,8 +197,11 @@ def use_backend(name: str) -> Iterator[None]:
     """Chooses the kernels of every seqkern op, process-wide, until the block ends.
 
     Args:
-        name: "auto" (C++ for CPU tensors, Triton for CUDA tensors), "reference" (the equations in plain PyTorch),
-            "cpu" (C++), "triton" (CUDA tensors; CPU tensors when TRITON_INTERPRET=1), "cuda" (none yet).
+        name: "auto" (C++ for CPU tensors; for CUDA tensors the faster of Triton and CUDA C++ where both were timed,
+            else Triton, or CUDA C++ where triton is not installed), "reference" (the equations in plain PyTorch),
+            "cpu" (C++), "triton" (CUDA tensors; CPU tensors when TRITON_INTERPRET=1), "cuda" (CUDA C++, compiled with
+            the library where nvcc was: norms and recurrent layers on CUDA tensors; CPU tensors only in the tests'
+            host executor).
 
     Raises:
         ValueError: for another name. An op that the backend cannot run raises NotImplementedError when it is called.
@@ -194,8 +230,54 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def cuda_archs() -> list[str]:
+    """What this build's CUDA kernels were compiled for: "80", "90a" ..., and "ptx90"; none where there was no nvcc."""
+    return _extension.seqkern_cuda_archs().decode().split()
+
+
+def _serves(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether what was compiled for `arch` runs on a GPU: on later ones of its generation, with "a" on no other."""
+    own = divmod(int(re.sub(r"\D", "", arch)), 10)
+    if arch.startswith("ptx"):
+        return capability >= own
+    return capability == own or (not arch.endswith("a") and capability[0] == own[0] and capability >= own)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def _runs_on(index: int) -> bool:
+    """Whether this build has CUDA kernels for that device."""
+    return torch.version.hip is None and any(_serves(arch, _capability(index)) for arch in cuda_archs())
+
+
+def gpu_backends(slice: str, index: int | None = None) -> list[str]:
+    """The backends that have kernels of a slice for a CUDA device (None: the current one)."""
+    found = ["triton"] if has_triton() else []
+    # of recurrent layers the products around the scan need Triton
+    whole = all(name in CUDA_OPS for name in SLICES if SLICES[name] == slice)
+    written = slice in CUDA_OPS.values() and (bool(found) or whole)
+    if written and _runs_on(torch.cuda.current_device() if index is None else index):
+        found.append("cuda")
+    return found
+
+
+@functools.cache
+def _automatic(slice: str, index: int) -> str:
+    """What "auto" means for a slice on a CUDA device: "triton" or "cuda"."""
+    if "cuda" not in gpu_backends(slice, index):
+        return "triton"
+    if not has_triton():
+        return "cuda"
+    major, minor = _capability(index)
+    return FASTEST.get((slice, 10 * major + minor), "triton")
+
+
 def backend_for(op: str, tensor: torch.Tensor) -> str:
-    """The backend that runs `op` on `tensor`: "cpu", "triton" or "reference".
+    """The backend that runs `op` on `tensor`: "cpu", "triton", "cuda" or "reference".
 
     Raises:
         NotImplementedError: the backend asked for cannot run on the tensor's device.
@@ -205,7 +287,10 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
     if choice == "reference":
         return choice
     if choice == "auto":
-        choice = "triton" if device == "cuda" else "cpu"
+        if device != "cuda":
+            choice = "cpu"
+        else:
+            choice = _automatic(FUNCTIONS[op], tensor.device.index) if op in CUDA_FUNCTIONS else "triton"
     if choice == "cpu" and device in ("cpu", "meta"):
         return choice
     if choice == "triton":
@@ -218,15 +303,49 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
                 f"{op}: the triton backend runs on CPU tensors only under TRITON_INTERPRET=1 "
                 '(for tests); use_backend("cpu") runs the C++ kernels'
             )
+    if choice == "cuda" and device in ("cuda", "cpu"):
+        _check_cuda(op, tensor)
+        return choice
     raise NotImplementedError(
         f'{op}: the {choice} backend does not run on {device} tensors; use_backend("reference") runs everywhere'
     )
 
 
+def _check_cuda(op: str, tensor: torch.Tensor) -> None:
+    """Raises NotImplementedError where the CUDA C++ kernels cannot run `op` on a CUDA or CPU tensor."""
+    if op not in CUDA_FUNCTIONS:
+        raise NotImplementedError(
+            f'{op}: it has no kernels in CUDA C++; use_backend("triton") runs it on CUDA tensors, "cpu" on CPU tensors'
+        )
+    if tensor.device.type == "cpu":
+        if not _executor:
+            raise NotImplementedError(
+                f"{op}: the cuda backend runs on CPU tensors only in the host executor that SEQKERN_SIMT names "
+                '(for tests); use_backend("cpu") runs the C++ kernels'
+            )
+    elif not _runs_on(tensor.device.index):
+        major, minor = _capability(tensor.device.index)
+        raise NotImplementedError(
+            f"{op}: this build has CUDA C++ kernels for {' '.join(cuda_archs()) or 'no GPU (there was no nvcc)'}, the "
+            f'device is {major}.{minor}; use_backend("triton") runs there, or build with nvcc and SEQKERN_CUDA_ARCHS'
+        )
+    if FUNCTIONS[op] == "rnn" and not has_triton():
+        raise NotImplementedError(f"{op}: the products around its scan need the triton package, which is not installed")
+
+
+def cuda_ops(slice: str, tensor: torch.Tensor) -> Any:
+    """`torch.ops.seqkern_cuda` where a slice's kernels for `tensor` are those in CUDA C++, else None."""
+    if _backend == "cuda" or (
+        _backend == "auto" and tensor.is_cuda and _automatic(slice, tensor.device.index) == "cuda"
+    ):
+        return torch.ops.seqkern_cuda
+    return None
+
+
 def kernel(name: str, tensor: torch.Tensor) -> Callable[..., Any]:
     """The callable behind the dispatcher op `name` for `tensor`, under the backend in force (never "reference")."""
-    if _backend == "triton" and tensor.device.type == "cpu":
-        return _triton_launcher(name)  # interpreted
+    if _backend in ("triton", "cuda") and tensor.device.type == "cpu":  # interpreted, or in the host executor
+        return _CUDA[name] if _backend == "cuda" and name in CUDA_OPS else _triton_launcher(name)
     return _OPS[name]
 
 
@@ -235,112 +354,32 @@ def _triton_launcher(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"seqkern.kernels.{SLICES[name]}"), name)
 
 
-def _register_triton() -> torch.library.Library | None:
-    """Puts the Triton kernels under the CUDA key; each is imported when it first runs."""
-    if not has_triton() or (torch.version.cuda is None and torch.version.hip is None):
+def _for_cuda_key(name: str) -> Callable[..., Any]:
+    """What the dispatcher runs for CUDA tensors: Triton, imported when it first runs, or CUDA C++."""
+    if name in CUDA_OPS:
+        slice, own = SLICES[name], _CUDA[name]
+
+        def launch(*args: Any) -> Any:
+            return (own if cuda_ops(slice, args[0]) else _triton_launcher(name))(*args)
+
+    else:
+
+        def launch(*args: Any) -> Any:
+            return _triton_launcher(name)(*args)
+
+    return launch
+
+
+def _register_for_cuda() -> torch.library.Library | None:
+    if torch.version.cuda is None and torch.version.hip is None:
         return None
     library = torch.library.Library("seqkern", "IMPL")
-    for name in SLICES:
-
-        def launch(*args: Any, _name: str = name) -> Any:
-            return _triton_launcher(_name)(*args)
-
-        library.impl(name, launch, "CUDA")
+    for name in SLICES if has_triton() else [name for name in SLICES if name in CUDA_OPS]:
+        library.impl(name, _for_cuda_key(name), "CUDA")
     return library
 
 
-_triton_library = _register_triton()
-
-
-# ---- explanation --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which kernel an op runs, and why. `str()` reads as a sentence."""
-
-    op: str
-    backend: str
-    kernel: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.kernel} ({self.reason})"
-
-
-def explain(op: str, *tensors: torch.Tensor) -> Choice:
-    """Says which kernel `op` would run on `tensors` (without any: on a float32 CPU tensor), and why. Runs nothing.
-
-    Args:
-        op: "scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode", "layer_norm",
-            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
-            "gru_cell", "rnn_tanh_cell" or "rnn_relu_cell".
-        tensors: the tensors that the op would get; device and dtype of the first decide.
-
-    Raises:
-        ValueError: unknown op.
-        TypeError: a dtype that the op does not take.
-        NotImplementedError: the backend in force cannot run it.
-
-    Example:
-        >>> import torch, seqkern
-        >>> seqkern.explain("layer_norm", torch.randn(4, 8)).backend
-        'cpu'
-    """
-    if op not in FUNCTIONS:
-        raise ValueError(f"op must be one of {', '.join(FUNCTIONS)}, got {op!r}")
-    tensor = tensors[0] if tensors else torch.empty(0)
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-        raise TypeError(f"{op}: tensors must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
-    backend = backend_for(op, tensor)
-    asked = "chosen by use_backend or SEQKERN_BACKEND" if _backend != "auto" else ""
-    if backend == "reference":
-        return Choice(op, backend, f"seqkern.reference.{FUNCTIONS[op]}", asked)
-    if backend == "triton":
-        where = "interpreted on CPU" if tensor.device.type == "cpu" else f"compiled for {tensor.device}"
-        return Choice(op, backend, f"Triton, {where}", asked or "CUDA tensors run the Triton kernels")
-    isa, best = cpu_isa(), available_isas()[-1]
-    tier = (
-        f"{isa} is the best tier this machine has" if isa == best else f"{isa} is chosen; this machine also has {best}"
-    )
-    if isa == "amx" and not ("attention" in op and tensor.dtype == torch.bfloat16):
-        isa, tier = "avx512", f"{tier}, but has kernels for bfloat16 attention only"
-    accumulate = "float64" if tensor.dtype == torch.float64 else "float32"
-    copied = [i for i, t in enumerate(tensors) if t.dim() and t.size(-1) > 1 and t.stride(-1) != 1]
-    note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""
-    reason = f"{asked or 'CPU tensors run the C++ kernels'}; {tier}; accumulates in {accumulate}{note}"
-    return Choice(op, backend, f"C++ {isa}", reason)
-
-
-def describe_machine() -> list[tuple[str, str]]:
-    """What decides which kernels run here, as (label, value) pairs: processor, tier, threads, versions, devices."""
-    rows = [
-        ("processor", _processor_name()),
-        ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
-        ("autograd nodes of small norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
-        ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
-        ("backend", _backend),
-        ("torch", torch.__version__),
-        (
-            "triton",
-            importlib.metadata.version("triton") if has_triton() else "not installed",
-        ),
-        ("python", platform.python_version()),
-    ]
-    if torch.cuda.is_available():
-        rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
-    else:
-        rows.append(("cuda", "no device"))
-    return rows
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+_cuda_library = _register_for_cuda()
 
 
 if megabytes := os.environ.get("SEQKERN_CACHE_MB"):

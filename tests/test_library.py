@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -72,6 +73,140 @@ def test_explain(op):
         assert seqkern.explain(op).kernel.startswith("seqkern.reference.")
     with _library.use_cpu_isa("generic"):
         assert "generic" in str(seqkern.explain(op))
+
+
+# ---- CUDA C++ -----------------------------------------------------------------------------------------------------
+
+
+class OnGpu:
+    """As much of a CUDA tensor as the choice of a backend looks at."""
+
+    is_cuda, device, dtype = True, torch.device("cuda", 0), torch.float32
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine whose one GPU is of compute capability 9.0, a build for it, and what "auto" measured there."""
+    fastest = {}
+    monkeypatch.setattr(_library, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(_library, "cuda_archs", lambda: ["80", "90a"])
+    monkeypatch.setattr(_library, "has_triton", lambda: True)
+    monkeypatch.setattr(_library, "FASTEST", fastest)
+    for cached in (_library._automatic, _library._runs_on):
+        cached.cache_clear()
+    yield fastest
+    for cached in (_library._automatic, _library._runs_on):
+        cached.cache_clear()
+
+
+def test_auto_is_triton_until_measured_otherwise(gpu):
+    gpu["layer_norm", 90] = "cuda"
+    gpu["rnn", 100] = "cuda"
+    assert _library.backend_for("layer_norm", OnGpu) == _library.backend_for("add_rms_norm", OnGpu) == "cuda"
+    assert _library.cuda_ops("layer_norm", OnGpu) is torch.ops.seqkern_cuda
+    for op in ("lstm", "lstm_cell", "attention"):
+        assert _library.backend_for(op, OnGpu) == "triton"
+    assert _library.cuda_ops("rnn", OnGpu) is None
+
+
+def test_auto_without_triton(gpu, monkeypatch):
+    monkeypatch.setattr(_library, "has_triton", lambda: False)
+    assert _library.backend_for("rms_norm", OnGpu) == "cuda"
+    for op in ("lstm", "attention"):
+        with pytest.raises(NotImplementedError, match="needs the triton package, which is not installed"):
+            _library.backend_for(op, OnGpu)
+    with seqkern.use_backend("cuda"), pytest.raises(NotImplementedError, match="lstm: .* need the triton package"):
+        _library.backend_for("lstm", OnGpu)
+
+
+def test_cuda_on_request(gpu):
+    with seqkern.use_backend("cuda"):
+        assert _library.backend_for("gru", OnGpu) == _library.backend_for("layer_norm", OnGpu) == "cuda"
+        assert _library.cuda_ops("rnn", OnGpu) is torch.ops.seqkern_cuda
+        for op in ("attention", "gru_cell"):
+            with pytest.raises(
+                NotImplementedError, match=rf'{op}: it has no kernels in CUDA C\+\+; use_backend\("triton'
+            ):
+                _library.backend_for(op, OnGpu)
+    with seqkern.use_backend("triton"):
+        assert _library.cuda_ops("rnn", OnGpu) is None
+
+
+def test_a_gpu_that_the_build_lacks_raises(gpu, monkeypatch):
+    monkeypatch.setattr(_library, "_capability", lambda index: (12, 0))
+    gpu["layer_norm", 120] = "cuda"
+    assert _library.backend_for("layer_norm", OnGpu) == "triton"  # nothing to choose from
+    words = r"kernels for 80 90a, the device is 12.0; use_backend\(\"triton\"\) runs there, or build"
+    with seqkern.use_backend("cuda"), pytest.raises(NotImplementedError, match=words):
+        _library.backend_for("layer_norm", OnGpu)
+
+
+@pytest.mark.parametrize(
+    ("arch", "served", "others"),
+    [
+        ("80", [(8, 0), (8, 9)], [(7, 5), (9, 0)]),
+        ("90a", [(9, 0)], [(8, 9), (10, 0)]),
+        ("100a", [(10, 0)], [(10, 3)]),
+        ("120", [(12, 0), (12, 1)], [(10, 0), (13, 0)]),
+        ("ptx90", [(9, 0), (10, 3), (11, 0), (13, 0)], [(8, 9)]),
+    ],
+)
+def test_which_gpus_a_target_serves(arch, served, others):
+    assert all(_library._serves(arch, capability) for capability in served)
+    assert not any(_library._serves(arch, capability) for capability in others)
+
+
+def test_the_cuda_key_chooses_at_every_call(gpu, monkeypatch):
+    monkeypatch.setattr(
+        _library, "_CUDA", {name: lambda *args, n=name: ("cuda", n, args) for name in _library.CUDA_OPS}
+    )
+    monkeypatch.setattr(_library, "_triton_launcher", lambda name: lambda *args: ("triton", name, args))
+    norm, layer = _library._for_cuda_key("layer_norm_fwd"), _library._for_cuda_key("rnn_fwd")
+    assert norm(OnGpu, 1) == ("triton", "layer_norm_fwd", (OnGpu, 1))
+    with seqkern.use_backend("cuda"):
+        assert norm(OnGpu, 1) == ("cuda", "layer_norm_fwd", (OnGpu, 1))
+        assert layer(OnGpu) == ("triton", "rnn_fwd", (OnGpu,))  # it asks cuda_ops for its scan
+
+
+def test_cuda_backend_on_cpu_tensors_is_for_the_executor(monkeypatch):
+    x = torch.randn(2, 8)
+    monkeypatch.setattr(_library, "_executor", "")
+    with seqkern.use_backend("cuda"):
+        with pytest.raises(NotImplementedError, match="layer_norm: .* host executor that SEQKERN_SIMT names"):
+            seqkern.layer_norm(x, (8,))
+        with pytest.raises(NotImplementedError, match="attention: it has no kernels in CUDA"):
+            seqkern.explain("attention")
+    monkeypatch.setattr(_library, "_executor", "loaded")
+    with seqkern.use_backend("cuda"):
+        assert _library.kernel("layer_norm_fwd", x) is torch.ops.seqkern_cuda.layer_norm_fwd.default
+        assert seqkern.explain("layer_norm", x).kernel == "CUDA C++, executed on the host"
+
+
+def test_the_executor_is_a_library():
+    result = subprocess.run(
+        [sys.executable, "-c", "import seqkern"],
+        cwd=ROOT, env=os.environ | {"SEQKERN_SIMT": "/nowhere.so"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "ValueError: SEQKERN_SIMT must name the library that tests/simt builds, got '/nowhere.so'" in result.stderr
+
+
+@pytest.mark.parametrize(("file", "backends"), [("bench_rnn", {"triton", "cuda"}), ("bench_attention", {None})])
+def test_benchmarks_run_every_backend_of_a_gpu(file, backends):
+    program = f"""
+import pytest, sys, torch
+from seqkern import _library
+_library.has_triton = lambda: True
+_library._runs_on = lambda index: True
+torch.cuda.current_device = lambda: 0
+sys.exit(pytest.main(["--collect-only", "-q", "--device", "cuda", "benchmarks/{file}.py"]))
+"""
+    collected = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    cases = re.findall(r"::\w+\[(.*)\]", collected.stdout)
+    found = [re.search(r"triton|cuda", case) for case in cases]
+    assert {match and match[0] for match in found} == backends
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
 
 
 def test_large_results_keep_their_memory_for_one_another():

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -32,7 +33,7 @@ def call(*command, **options):
 
 def test_every_schema_belongs_to_a_slice():
     declared = re.findall(r'"(\w+)\(', (ROOT / "csrc" / "ops.cpp").read_text())
-    assert set(declared) == set(_library.SLICES)
+    assert set(declared) == set(_library.SLICES) | set(_library.CUDA_OPS)
 
 
 @pytest.mark.parametrize("name", sorted(set(_library.SLICES.values())))
@@ -48,6 +49,10 @@ def test_slice_is_complete(name):
         f"benchmarks/bench_{name}.py",
     ):
         assert (ROOT / path).is_file(), f"slice {name} lacks {path}"
+    cuda = {path.suffix for path in (ROOT / "csrc" / name).glob(f"{name}*_cuda.cu*")}
+    if cuda:
+        assert cuda == {".cu", ".cuh"}
+        assert name in _library.CUDA_OPS.values()
 
 
 @pytest.mark.parametrize("name", sorted(_library.SLICES))
@@ -105,33 +110,63 @@ def wheel(tmp_path_factory):
 
 def test_wheel_is_small_and_for_every_python(wheel):
     assert "-cp310-abi3-" in wheel.name
-    assert wheel.stat().st_size < 10e6
+    assert wheel.stat().st_size < 25e6
     files = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in files}
     assert sorted(tops) == ["seqkern", "seqkern-0.1.0.dist-info"], "nothing but seqkern at the top level"
     assert {"seqkern/_C.abi3.so", "seqkern/kernels/layer_norm.py"} <= set(files)
 
 
-def test_wheel_imports_in_another_environment(wheel, tmp_path):
-    """A new virtual environment that sees this one's torch, and seqkern from the wheel alone."""
-    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
-    python = tmp_path / "env" / "bin" / "python"
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The Python of a new virtual environment that sees this one's torch, and seqkern from the wheel alone."""
+    folder = tmp_path_factory.mktemp("installed") / "env"
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
     call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
     site = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    program = """
+    return python
+
+
+def test_wheel_imports_in_another_environment(installed, tmp_path):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    written = [name for name in _library.CUDA_OPS if has_kernel(f"seqkern_cuda::{name}", "CUDA")]
+    program = (
+        f"written, archs = {written}, {_library.cuda_archs()}"
+        + """
 import seqkern, torch
 assert "env" in seqkern.__file__, seqkern.__file__
 x = torch.randn(4, 8)
 torch.testing.assert_close(seqkern.layer_norm(x, (8,)), torch.nn.functional.layer_norm(x, (8,)))
+assert seqkern._library.cuda_archs() == archs
+for name in written:  # on a torch without CUDA too
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("seqkern_cuda::" + name, "CUDA"), name
 try:
     import kernels
 except ModuleNotFoundError:
     pass
 else:
-    raise AssertionError(f"{kernels} must not be importable")
+    raise AssertionError(str(kernels) + " must not be importable")
 """
-    call(python, "-I", "-c", program, cwd=tmp_path)
+    )
+    call(installed, "-I", "-c", program, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", sorted(set(_library.SLICES.values())))
+def test_wheel_passes_the_tests(installed, tmp_path, op):
+    call(installed, "-m", "pytest", "-q", "-x", ROOT / "tests" / f"test_{op}.py", cwd=tmp_path)
+
+
+def test_source_archive_has_every_source(tmp_path):
+    call(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
+    assert {Path(name).suffix for name in sources} == {".cpp", ".h", ".cu", ".cuh"}
+    assert sources <= names
 
 
 # ---- import -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""Which kernels run here, and why: `explain` for an op, `describe_machine` for everything that decides."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from seqkern import _library
+from seqkern._library import FUNCTIONS, available_isas, backend_for, cpu_isa, cuda_archs, has_triton, node_library
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel an op runs, and why. `str()` reads as a sentence."""
+
+    op: str
+    backend: str
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.kernel} ({self.reason})"
+
+
+def explain(op: str, *tensors: torch.Tensor) -> Choice:
+    """Says which kernel `op` would run on `tensors` (without any: on a float32 CPU tensor), and why. Runs nothing.
+
+    Args:
+        op: "scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode", "layer_norm",
+            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
+            "gru_cell", "rnn_tanh_cell" or "rnn_relu_cell".
+        tensors: the tensors that the op would get; device and dtype of the first decide.
+
+    Raises:
+        ValueError: unknown op.
+        TypeError: a dtype that the op does not take.
+        NotImplementedError: the backend in force cannot run it.
+
+    Example:
+        >>> import torch, seqkern
+        >>> seqkern.explain("layer_norm", torch.randn(4, 8)).backend
+        'cpu'
+    """
+    if op not in FUNCTIONS:
+        raise ValueError(f"op must be one of {', '.join(FUNCTIONS)}, got {op!r}")
+    tensor = tensors[0] if tensors else torch.empty(0)
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise TypeError(f"{op}: tensors must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+    backend = backend_for(op, tensor)
+    asked = "chosen by use_backend or SEQKERN_BACKEND" if _library._backend != "auto" else ""
+    if backend == "reference":
+        return Choice(op, backend, f"seqkern.reference.{FUNCTIONS[op]}", asked)
+    if backend == "triton":
+        where = "interpreted on CPU" if tensor.device.type == "cpu" else f"compiled for {tensor.device}"
+        return Choice(op, backend, f"Triton, {where}", asked or "CUDA tensors run the Triton kernels")
+    if backend == "cuda":
+        where = "executed on the host" if tensor.device.type == "cpu" else f"for {tensor.device}"
+        reason = asked or ("it measured faster than Triton here" if has_triton() else "triton is not installed")
+        if FUNCTIONS[op] == "rnn":
+            reason += (
+                "; the scan over the steps is one kernel"
+                if tensor.dtype != torch.float64
+                else "; float64 goes step by step"
+            )
+        return Choice(op, backend, f"CUDA C++, {where}", reason)
+    isa, best = cpu_isa(), available_isas()[-1]
+    tier = (
+        f"{isa} is the best tier this machine has" if isa == best else f"{isa} is chosen; this machine also has {best}"
+    )
+    if isa == "amx" and not ("attention" in op and tensor.dtype == torch.bfloat16):
+        isa, tier = "avx512", f"{tier}, but has kernels for bfloat16 attention only"
+    accumulate = "float64" if tensor.dtype == torch.float64 else "float32"
+    copied = [i for i, t in enumerate(tensors) if t.dim() and t.size(-1) > 1 and t.stride(-1) != 1]
+    note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""
+    reason = f"{asked or 'CPU tensors run the C++ kernels'}; {tier}; accumulates in {accumulate}{note}"
+    return Choice(op, backend, f"C++ {isa}", reason)
+
+
+def describe_machine() -> list[tuple[str, str]]:
+    """What decides which kernels run here, as (label, value) pairs: processor, tier, threads, versions, devices."""
+    rows = [
+        ("processor", _processor_name()),
+        ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
+        ("autograd nodes of small norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
+        ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none: built without nvcc"),
+        ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
+        ("backend", _library._backend),
+        ("torch", torch.__version__),
+        (
+            "triton",
+            importlib.metadata.version("triton") if has_triton() else "not installed",
+        ),
+        ("python", platform.python_version()),
+    ]
+    if torch.cuda.is_available():
+        rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
+    else:
+        rows.append(("cuda", "no device"))
+    return rows
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
