@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -182,11 +183,21 @@ def find_cuda() -> Cuda | None:
         raise SystemExit(f"seqkern: {path} of CUDA {version[0]}.{version[1]} cannot compile for {missing[0]}")
     if missing:
         print(f"seqkern: {path} does not know {', '.join(missing)}: not in this build", file=sys.stderr)
-    folders = re.findall(r'"-L([^"]+)"', answer(path, "--dryrun", "-x", "cu", "-c", os.devnull))
-    for folder in map(Path, folders):
-        if (library := folder / "libcudart_static.a").exists():
-            return Cuda(path, version, archs, library.resolve())
-    raise SystemExit(f"seqkern: {path} has no libcudart_static.a in {', '.join(folders) or 'any folder'}")
+    library = static_runtime(path)
+    if library is None:
+        message = f"seqkern: {path} comes without libcudart_static.a"
+        if wanted or "NVCC" in os.environ:
+            raise SystemExit(message)
+        print(f"{message}: no CUDA C++ kernels in this build", file=sys.stderr)
+        return None
+    return Cuda(path, version, archs, library)
+
+
+def static_runtime(nvcc: Path) -> Path | None:
+    """CUDA's runtime library in the folders where this nvcc would look for it."""
+    words = re.search(r"^#\$ LIBRARIES=(.*)", answer(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull), re.MULTILINE)
+    folders = [Path(word[2:]) for word in shlex.split(words[1]) if word.startswith("-L")] if words else []
+    return next((f.resolve() / "libcudart_static.a" for f in folders if (f / "libcudart_static.a").exists()), None)
 
 
 def native_archs() -> list[str]:

@@ -234,6 +234,16 @@ def test_an_nvcc_by_name_has_to_be_one(setup, monkeypatch):
         setup.find_nvcc()
 
 
+def test_an_nvcc_without_its_runtime(setup, nvcc, monkeypatch, capsys):
+    (nvcc.parent.parent / "lib" / "libcudart_static.a").unlink()
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parent.parent))
+    assert setup.find_cuda() is None
+    assert "without libcudart_static.a: no CUDA C++ kernels in this build" in capsys.readouterr().err
+    monkeypatch.setenv("NVCC", str(nvcc))
+    with pytest.raises(SystemExit, match="without libcudart_static"):
+        setup.find_cuda()
+
+
 def test_native_is_what_this_machine_runs(setup, nvcc, monkeypatch):
     program = nvcc.parent / "nvidia-smi"
     monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
