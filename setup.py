@@ -186,7 +186,7 @@ def find_cuda() -> Cuda | None:
     library = static_runtime(path)
     if library is None:
         message = f"seqkern: {path} comes without libcudart_static.a"
-        if wanted or "NVCC" in os.environ:
+        if wanted or os.environ.get("NVCC"):
             raise SystemExit(message)
         print(f"{message}: no CUDA C++ kernels in this build", file=sys.stderr)
         return None

@@ -221,9 +221,11 @@ def use_backend(name: str) -> Iterator[None]:
         _backend = previous
 
 
-@functools.cache
+_has_triton = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _has_triton
 
 
 def triton_interpreted() -> bool:
@@ -289,8 +291,12 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
     if choice == "auto":
         if device != "cuda":
             choice = "cpu"
+        elif op not in CUDA_FUNCTIONS or torch.compiler.is_compiling():  # a graph holds the op, which chooses itself
+            choice = "triton"
         else:
-            choice = _automatic(FUNCTIONS[op], tensor.device.index) if op in CUDA_FUNCTIONS else "triton"
+            choice = _automatic(FUNCTIONS[op], tensor.device.index)
+    if device == "cuda" and choice == "triton" and torch.compiler.is_compiling():
+        return choice
     if choice == "cpu" and device in ("cpu", "meta"):
         return choice
     if choice == "triton":
@@ -323,7 +329,7 @@ def _check_cuda(op: str, tensor: torch.Tensor) -> None:
                 f"{op}: the cuda backend runs on CPU tensors only in the host executor that SEQKERN_SIMT names "
                 '(for tests); use_backend("cpu") runs the C++ kernels'
             )
-    elif not _runs_on(tensor.device.index):
+    elif not torch.compiler.is_compiling() and not _runs_on(tensor.device.index):
         major, minor = _capability(tensor.device.index)
         raise NotImplementedError(
             f"{op}: this build has CUDA C++ kernels for {' '.join(cuda_archs()) or 'no GPU (there was no nvcc)'}, the "

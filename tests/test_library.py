@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqkern
 from seqkern import _library
@@ -166,6 +167,25 @@ def test_the_cuda_key_chooses_at_every_call(gpu, monkeypatch):
     with seqkern.use_backend("cuda"):
         assert norm(OnGpu, 1) == ("cuda", "layer_norm_fwd", (OnGpu, 1))
         assert layer(OnGpu) == ("triton", "rnn_fwd", (OnGpu,))  # it asks cuda_ops for its scan
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])
+@pytest.mark.filterwarnings("error")
+def test_compiled_graphs_leave_the_choice_to_the_op(backend, monkeypatch):
+    """The compiler sees no GPU here, so whatever looked at one while it traces would raise."""
+    graphs = []
+    torch._dynamo.reset()
+
+    def keep(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    monkeypatch.setattr(_library, "_has_triton", backend != "auto")
+    with seqkern.use_backend(backend), FakeTensorMode():
+        x = torch.empty(2, 8, device="cuda")
+        torch.compile(lambda x: seqkern.layer_norm(x, (8,)), backend=keep, fullgraph=True)(x)
+    assert "torch.ops.seqkern.layer_norm_fwd.default" in graphs[0]
+    torch._dynamo.reset()
 
 
 def test_cuda_backend_on_cpu_tensors_is_for_the_executor(monkeypatch):
