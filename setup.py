@@ -67,7 +67,7 @@ CUDA_TARGETS = {
     "ptx90": "arch=compute_90,code=compute_90",
 }
 CUDA_FLAGS = [
-    "-std=c++17", "-O3", "-Xptxas=-v",
+    "-std=c++17", "-O3", "-Xptxas=-v", "--expt-relaxed-constexpr",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-fvisibility-inlines-hidden,-Wall,-Wno-unknown-pragmas,-Wno-psabi",
 ]  # fmt: skip
 
