@@ -156,7 +156,7 @@ def find_cuda() -> Cuda | None:
     """
     asked = os.environ.get("SEQKERN_CUDA_ARCHS", "").replace(",", ";").strip()
     wanted = [name.strip() for name in asked.split(";") if name.strip()]
-    if wanted == ["native"]:
+    if native := wanted == ["native"]:
         wanted = native_archs()
     if unknown := [name for name in wanted if name not in CUDA_TARGETS and wanted != ["none"]]:
         raise SystemExit(
@@ -167,7 +167,7 @@ def find_cuda() -> Cuda | None:
         return None
     nvcc = find_nvcc()
     if nvcc is None:
-        if wanted:
+        if wanted and not native:
             raise SystemExit(f"seqkern: SEQKERN_CUDA_ARCHS is {asked!r}, but there is no nvcc: set NVCC or CUDA_HOME")
         print(
             "seqkern: no nvcc (NVCC, CUDA_HOME, PATH, /usr/local/cuda): no CUDA C++ kernels in this build; "

@@ -34,7 +34,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         op: "scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode", "layer_norm",
             "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
             "gru_cell", "rnn_tanh_cell" or "rnn_relu_cell".
-        tensors: the tensors that the op would get; device and dtype of the first decide.
+        tensors: the tensors that the op would get; device and dtype of the first decide. For a recurrent layer in CUDA
+            C++ its input and weights: then it tells which tier would hold them.
 
     Raises:
         ValueError: unknown op.
@@ -62,11 +63,7 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         where = "executed on the host" if tensor.device.type == "cpu" else f"for {tensor.device}"
         reason = asked or ("it measured faster than Triton here" if has_triton() else "triton is not installed")
         if FUNCTIONS[op] == "rnn":
-            reason += (
-                "; the scan over the steps is one kernel"
-                if tensor.dtype != torch.float64
-                else "; float64 goes step by step"
-            )
+            reason = f"{reason}; {_scan(op, tensors)}"
         return Choice(op, backend, f"CUDA C++, {where}", reason)
     isa, best = cpu_isa(), available_isas()[-1]
     tier = (
@@ -79,6 +76,21 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""
     reason = f"{asked or 'CPU tensors run the C++ kernels'}; {tier}; accumulates in {accumulate}{note}"
     return Choice(op, backend, f"C++ {isa}", reason)
+
+
+def _scan(op: str, tensors: tuple[torch.Tensor, ...]) -> str:
+    """How a recurrent layer in CUDA C++ walks over the steps: in one launch, where a tier holds its weights."""
+    if tensors and tensors[0].dtype == torch.float64:
+        return "float64 goes step by step"
+    cell = ("lstm", "gru", "rnn_tanh", "rnn_relu").index(op)
+    gates = (4, 3, 1, 1)[cell]
+    # (gates * hidden, hidden): if w_ih has that shape too, the answer is the same
+    w_hh = next((t for t in tensors[1:] if t.dim() == 2 and t.size(0) == gates * t.size(1)), None)
+    if w_hh is None:
+        return "all steps in one launch where the device holds the recurrent weights (it tells when it gets w_hh too)"
+    batch = tensors[0].size(1) if tensors[0].dim() == 3 else 1
+    plans = [_library._CUDA["rnn_scan_plan"](w_hh[None], batch, cell, False, back, "auto") for back in (False, True)]
+    return f"forward {plans[0]}; backward {plans[1]}; projections and peepholes go step by step"
 
 
 def describe_machine() -> list[tuple[str, str]]:

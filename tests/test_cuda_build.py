@@ -223,6 +223,10 @@ def test_without_nvcc_the_build_says_so(setup, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("SEQKERN_CUDA_ARCHS", "90a")
     with pytest.raises(SystemExit, match="is '90a', but there is no nvcc"):
         setup.find_cuda()
+    monkeypatch.setenv("SEQKERN_CUDA_ARCHS", "native")  # `make gpu` runs Triton's kernels without it
+    monkeypatch.setattr(setup, "native_archs", lambda: ["90a"])
+    assert setup.find_cuda() is None
+    assert "no nvcc" in capsys.readouterr().err
     monkeypatch.setenv("SEQKERN_CUDA_ARCHS", "none")
     assert setup.find_cuda() is None
     assert "no CUDA kernels in this build" in capsys.readouterr().err

@@ -202,6 +202,21 @@ def test_cuda_backend_on_cpu_tensors_is_for_the_executor(monkeypatch):
         assert seqkern.explain("layer_norm", x).kernel == "CUDA C++, executed on the host"
 
 
+def test_explain_tells_the_tier_of_a_scan(monkeypatch):
+    def plan(w_hh, batch, cell, norm, backward, tier):
+        assert (w_hh.shape, batch, cell, norm, tier) == ((1, 15, 5), 2, 1, False, "auto")
+        return "grid: two blocks" if backward else "block: all of it"
+
+    monkeypatch.setattr(_library, "_executor", "loaded")
+    monkeypatch.setitem(_library._CUDA, "rnn_scan_plan", plan)
+    x, w_ih, w_hh = torch.ones(3, 2, 7), torch.ones(15, 7), torch.ones(15, 5)
+    with seqkern.use_backend("cuda"):
+        reason = seqkern.explain("gru", x, w_ih, w_hh).reason
+        assert "forward block: all of it; backward grid: two blocks" in reason
+        assert "when it gets w_hh too" in seqkern.explain("gru", x).reason
+        assert "float64 goes step by step" in seqkern.explain("lstm", x.double(), w_hh.double()).reason
+
+
 def test_the_executor_is_a_library():
     result = subprocess.run(
         [sys.executable, "-c", "import seqkern"],
