@@ -256,6 +256,13 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         *(cuda_rule(cuda) if cuda else ()),
     ]
     objects = []
+    for source in sorted(CSRC.rglob("*.cu"), reverse=True) if cuda else ():
+        # First, because they take longest. Kernels are in *_cuda.cu; what only launches them is compiled once.
+        archs = cuda.archs if source.stem.endswith("_cuda") else cuda.archs[:1]
+        name = f"{source.relative_to(CSRC).with_suffix('')}.cu.o"
+        targets = " ".join(f"-gencode {CUDA_TARGETS[arch]}" for arch in archs)
+        lines += [f"build {name}: cuda {quote(source)}", f"  extra = {' '.join(host_flags)} {targets}"]
+        objects.append(name)
     for source in sorted(CSRC.rglob("*.cpp")):
         relative = source.relative_to(CSRC).with_suffix("")
         if source.name.endswith("_cpu.cpp"):
@@ -271,13 +278,6 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         for name, flags in units:
             lines += [f"build {name}: compile {quote(source)}", f"  extra = {' '.join(flags)}"]
             objects.append(name)
-    for source in sorted(CSRC.rglob("*.cu")) if cuda else ():
-        # Kernels are in *_cuda.cu; what only launches them is compiled once.
-        archs = cuda.archs if source.stem.endswith("_cuda") else cuda.archs[:1]
-        name = f"{source.relative_to(CSRC).with_suffix('')}.cu.o"
-        targets = " ".join(f"-gencode {CUDA_TARGETS[arch]}" for arch in archs)
-        lines += [f"build {name}: cuda {quote(source)}", f"  extra = {' '.join(host_flags)} {targets}"]
-        objects.append(name)
     lines += [f"build {quote(output)}: link {' '.join(objects)}", f"default {quote(output)}", ""]
     return "\n".join(lines)
 
