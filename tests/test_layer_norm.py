@@ -574,16 +574,15 @@ def test_backends_agree(op, backend, dtype, passes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("columns", [1, 63, 768, 1024, 5120, 16384])
-def test_gpu_error_rule(columns, dtype, passes):
+def test_gpu_error_rule(columns, backend, dtype, passes):
     for centred in (True, False):
-        passes(check_case(layer_norm_case(130, columns, centred=centred), dtype, device="cuda"))
-        for dropout_p in (0.0, 0.3):
-            passes(
-                check_case(
-                    add_layer_norm_case(130, columns, centred=centred, dropout_p=dropout_p), dtype, device="cuda"
-                )
-            )
+        cases = [layer_norm_case(130, columns, centred=centred)]
+        cases += [add_layer_norm_case(130, columns, centred=centred, dropout_p=p) for p in (0.0, 0.3)]
+        for case in cases:
+            with seqkern.use_backend(backend):
+                passes(check_case(case, dtype, device="cuda"))
 
 
 X = torch.randn(4, 8)
