@@ -1,12 +1,14 @@
-"""Fixtures that every op's tests share: dtypes, instruction-set tiers, poisoned memory, the interpreter."""
+"""Fixtures that every op's tests share: dtypes, instruction-set tiers, poisoned memory, kernels without a GPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -72,5 +74,36 @@ def interpreted() -> Callable[..., None]:
         command = [sys.executable, "-W", "ignore", *map(str, arguments)]
         result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def simt_build() -> ModuleType:
+    """tests/simt/build.py."""
+    spec = importlib.util.spec_from_file_location("simt_build", ROOT / "tests" / "simt" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def simt(simt_build: ModuleType) -> Callable[..., str]:
+    """Runs `python arguments` where the CUDA kernels run on CPU tensors (tests/simt); fails when it does.
+
+    Under AddressSanitizer and UndefinedBehaviorSanitizer unless `sanitize=False`; settings as `seed=3, arch=80` become
+    SEQKERN_SIMT_SEED=3 and so on. Triton kernels are interpreted there. Returns what it printed.
+    """
+
+    def run(*arguments: object, sanitize: bool = True, timeout: float = 1200, **settings: object) -> str:
+        environment = simt_build.environment(simt_build.library(sanitize), **settings) | {"TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-W", "ignore", *map(str, arguments)]
+        result = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     return run

@@ -1,0 +1,204 @@
+// The host executor's scheduler: every GPU thread is a fiber with a stack of its own, and one of them runs at a time.
+//
+// A fiber goes on until it comes to something that waits for others (a barrier, a warp collective), to a poll (pause,
+// load_acquire ...) or to an atomic; which one goes on then is drawn at random. Some schedules draw evenly, some mostly
+// take the one that became ready last, so that one warp or one block runs far ahead of the others. SEQKERN_SIMT_SEED
+// picks the schedule: the same seed gives the same one.
+//
+// Blocks that need not be on the device together run one after another, in random order; a cluster's blocks run
+// together, and all blocks of an all_resident launch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace simt {
+
+// Where in the sources something was called: a default argument `Place at = Place()`.
+struct Place {
+  const char* file;
+  int line;
+  constexpr Place(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
+  bool operator==(const Place& other) const;
+};
+
+struct Block;
+struct Warp;
+struct Cluster;
+
+// 16 bytes on their way to shared memory: read when they are asked for or when they arrive, either is right.
+struct Copy {
+  unsigned char* to;
+  const unsigned char* from;
+  int bytes;
+  bool read;
+  unsigned group;
+  unsigned char data[16];
+};
+
+struct Context {
+  void* stack_pointer = nullptr;
+  void* fake_stack = nullptr;  // AddressSanitizer's
+  char* stack = nullptr;       // its lowest address
+  size_t stack_bytes = 0;
+};
+
+struct Fiber {
+  Context context;
+  uint3 thread;
+  unsigned number;  // within the block
+  unsigned lane;
+  Block* block;
+  Warp* warp;
+  bool started, finished;
+  // What it waits for, and what a warp collective reads and writes of it.
+  const char* waits;
+  Place at;
+  unsigned mask;
+  void* payload;
+  // cp.async
+  std::vector<Copy> copies;
+  unsigned group;
+  // The cluster barrier: whether it has arrived, and in which round.
+  bool arrived;
+  unsigned arrived_round;
+};
+
+// A warp collective that some of its lanes have come to. The last one completes it for all of them.
+struct Collective {
+  const char* name;
+  unsigned mask, arrived;
+  void (*complete)(Warp&, unsigned mask);
+};
+
+struct Warp {
+  Block* block;
+  unsigned lanes;  // those that have not left
+  Fiber* lane[32];
+  std::vector<Collective> pending;
+};
+
+struct Mbarrier {
+  uint64_t* word;
+  unsigned count, pending;
+  int64_t bytes;  // expected less those that came
+  unsigned phases;
+};
+
+struct Block {
+  uint3 index;
+  unsigned rank;  // within the cluster
+  Cluster* cluster;
+  unsigned char* shared;
+  unsigned threads, left;
+  std::vector<Fiber*> fibers;
+  std::vector<Warp> warps;
+  // __syncthreads and its kin
+  unsigned arrived;
+  const char* barrier;
+  Place at;
+  int sum, result;
+  std::vector<Mbarrier> mbarriers;
+};
+
+struct Cluster {
+  std::vector<Block*> blocks;
+  unsigned alive, arrived, round;
+};
+
+// 16 bytes on their way to the shared memory of a block of the cluster.
+struct Store {
+  Block* block;
+  unsigned char* to;
+  uint64_t* barrier;
+  uint32_t data[4];
+};
+
+// One launch.
+struct Machine {
+  const char* op;
+  dim3 grid, threads;
+  size_t shared_bytes;
+  int architecture;
+  const std::function<void()>* body;
+  Context main;
+  std::vector<Fiber*> ready;
+  std::vector<Store> stores;
+  uint64_t seed, state;
+  uint64_t even;  // one choice in even + 1 is drawn evenly (a power of 2, less 1); the others take the latest
+  uint64_t idle;  // polls since anything changed
+  uint64_t switches;
+  size_t alive;
+  bool cancelling;
+  std::string error;
+};
+
+extern Fiber* running;  // null: the launching thread
+extern Machine machine;
+
+inline uint64_t random_bits() {
+  uint64_t x = machine.state;
+  x ^= x >> 12;
+  x ^= x << 25;
+  x ^= x >> 27;
+  machine.state = x;
+  return x * 0x2545F4914F6CDD1Du >> 16;  // the low bits are weaker
+}
+inline size_t random_below(size_t n) { return random_bits() % n; }
+
+// Ends the launch with an error that names the op, the block and the thread.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+// The running fiber waits until somebody wakes it.
+void wait(const char* what, const Place& at);
+void wake(Fiber* fiber);
+// Something changed that others may wait for.
+inline void progress() { machine.idle = 0; }
+// The running fiber asks for something that others may not have done yet: another one goes on.
+void poll(const char* what, const Place& at);
+// Another one goes on, now and then.
+void maybe_yield();
+
+// All lanes of `mask` come to the same collective, each with its payload; the last one calls `complete`.
+void collective(const char* name, unsigned mask, void (*complete)(Warp&, unsigned), void* payload, const Place& at);
+// All threads of the block; returns the sum of `value`.
+int block_barrier(const char* name, int value, const Place& at);
+
+// Of memory that the executor reads or writes for a kernel: AddressSanitizer looks at it here.
+void check_read(const void* p, size_t bytes);
+void check_write(void* p, size_t bytes);
+// From now on nobody may touch that memory.
+void forbid(void* p, size_t bytes);
+// `bytes` from p on must lie in the shared memory of the block.
+void check_shared(const char* what, const Block& block, const void* p, size_t bytes, size_t alignment);
+// What a thread leaves open when it ends (simt_memory.cpp).
+void finish_copies(Fiber& fiber);
+void leave_cluster(Fiber& fiber);
+void deliver_one();
+
+struct Limits {
+  int architecture, multiprocessors, shared_per_block, max_cluster;
+};
+Limits limits();
+// As CUDA's occupancy functions, by threads and shared memory alone.
+int resident_blocks(dim3 block, size_t shared_bytes);
+int resident_clusters(dim3 block, size_t shared_bytes, int cluster);
+
+// Raises std::runtime_error with the op's name in it where the launch, or any thread of it, fails.
+void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int cluster, bool all_resident,
+            const std::function<void()>& body);
+// Switches between fibers in the last launch, and in how many ways it could be told apart from others.
+uint64_t last_switches();
+
+}  // namespace simt

@@ -1,0 +1,32 @@
+// The host half of csrc/common/cuda_launch.h for CPU tensors, which stand for the GPU's memory here.
+#include "cuda_launch.h"
+
+namespace seqkern {
+
+const CudaDevice& cuda_device(const Tensor& t) {
+  // As the environment says now: tests make the device smaller.
+  static thread_local CudaDevice device;
+  const simt::Limits limits = simt::limits();
+  device = {t.get_device_index(), limits.architecture, limits.multiprocessors, limits.shared_per_block,
+            limits.max_cluster};
+  return device;
+}
+void* current_stream(const Tensor&) { return nullptr; }
+
+OnDevice::OnDevice(const Tensor&) : previous_(-1) {}
+OnDevice::~OnDevice() {}
+
+int resident_blocks(const char* op, const void*, const LaunchShape& shape) {
+  SK_CHECK(shape.shared_bytes <= static_cast<size_t>(simt::limits().shared_per_block), op, ": ", shape.shared_bytes,
+           " bytes of shared memory asked for, a block may have ", simt::limits().shared_per_block);
+  return simt::resident_blocks(shape.block, shape.shared_bytes);
+}
+int resident_clusters(const char* op, const void* kernel, const LaunchShape& shape) {
+  resident_blocks(op, kernel, shape);
+  return simt::resident_clusters(shape.block, shape.shared_bytes, shape.cluster);
+}
+
+// Every tensor on memory of its own, whose ends AddressSanitizer knows.
+std::optional<Tensor> pooled_tensor(torch::headeronly::IntHeaderOnlyArrayRef, ScalarType) { return std::nullopt; }
+
+}  // namespace seqkern

@@ -1,0 +1,243 @@
+// Copies and stores that arrive later than they are asked for, mbarriers, and clusters.
+#include <cstring>
+
+#include "simt.h"
+
+namespace simt {
+
+namespace {
+
+void read_source(Copy& copy) {
+  memset(copy.data, 0, 16);
+  check_read(copy.from, static_cast<size_t>(copy.bytes));
+  memcpy(copy.data, copy.from, static_cast<size_t>(copy.bytes));
+  copy.read = true;
+}
+
+void arrive(Copy& copy) {
+  if (!copy.read) read_source(copy);
+  memcpy(copy.to, copy.data, 16);
+}
+
+// What an mbarrier's word holds from its initialisation on: anything else means that something was written over it.
+uint64_t magic(const uint64_t* word) { return 0x5EC0BA771E12C0DEu ^ reinterpret_cast<uintptr_t>(word); }
+
+Mbarrier& find(Block& block, const char* what, uint64_t* word) {
+  if (block.left == block.threads) fail("%s: the block of rank %u has ended", what, block.rank);
+  check_shared(what, block, word, 8, 8);
+  for (Mbarrier& m : block.mbarriers) {
+    if (m.word != word) continue;
+    if (*word != magic(word)) fail("%s: the mbarrier at offset %td was written over", what, offset(block, word));
+    return m;
+  }
+  fail("%s: there is no mbarrier at offset %td, or not yet", what, offset(block, word));
+}
+
+// A phase ends when all arrivals and all bytes are in; the next one waits for as many arrivals again.
+void settle(Mbarrier& m) {
+  progress();
+  if (m.pending == 0 && m.bytes == 0) {
+    m.pending = m.count;
+    ++m.phases;
+  }
+}
+
+void take_arrival(Mbarrier& m, const Block& block, const char* what) {
+  if (m.pending == 0) {
+    fail("%s: more arrivals at the mbarrier at offset %td than its count of %u", what, offset(block, m.word), m.count);
+  }
+  --m.pending;
+  settle(m);
+}
+
+Block& peer(const char* what, unsigned rank) {
+  Cluster& cluster = *running->block->cluster;
+  if (rank >= cluster.blocks.size()) fail("%s: rank %u in a cluster of %zu", what, rank, cluster.blocks.size());
+  return *cluster.blocks[rank];
+}
+
+bool clusters_exist() { return machine.architecture >= 90; }
+
+void deliver(size_t i) {
+  Store store = machine.stores[i];
+  machine.stores[i] = machine.stores.back();
+  machine.stores.pop_back();
+  Mbarrier& m = find(*store.block, "store_async_16", store.barrier);
+  memcpy(store.to, store.data, 16);
+  m.bytes -= 16;
+  settle(m);
+}
+
+}  // namespace
+
+std::ptrdiff_t offset(const Block& block, const void* p) { return static_cast<const unsigned char*>(p) - block.shared; }
+
+void deliver_one() {
+  if (!machine.stores.empty()) deliver(random_below(machine.stores.size()));
+}
+
+// ---- cp.async ------------------------------------------------------------------------------------------------------
+
+void copy_async(void* shared, const void* global, int bytes) {
+  Fiber& self = *running;
+  check_shared("cp_async_16", *self.block, shared, 16, 16);
+  if (bytes < 0 || bytes > 16) fail("cp_async_16: %d bytes", bytes);
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0) fail("cp_async_16: the source is not a multiple of 16 bytes");
+  Copy copy;
+  copy.to = static_cast<unsigned char*>(shared);
+  copy.from = static_cast<const unsigned char*>(global);
+  copy.bytes = bytes;
+  copy.read = false;
+  copy.group = self.group;
+  if (random_bits() & 1) read_source(copy);
+  memset(shared, 0xFF, 16);
+  self.copies.push_back(copy);
+}
+
+void copy_commit() { ++running->group; }
+
+void copy_wait(unsigned open) {
+  Fiber& self = *running;
+  // Groups 0 ... group - 1 are closed, the last `open` of them may go on; so may what belongs to no closed group.
+  if (open >= self.group) return;
+  const unsigned first_open = self.group - open;
+  size_t kept = 0;
+  for (size_t i = 0; i < self.copies.size(); ++i) {
+    if (self.copies[i].group < first_open) {
+      arrive(self.copies[i]);
+    } else {
+      self.copies[kept++] = self.copies[i];
+    }
+  }
+  self.copies.resize(kept);
+}
+
+void finish_copies(Fiber& fiber) {
+  for (Copy& copy : fiber.copies) arrive(copy);
+  fiber.copies.clear();
+}
+
+// ---- clusters ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+void end_round(Cluster& cluster) {
+  if (cluster.alive == 0 || cluster.arrived < cluster.alive) return;
+  cluster.arrived = 0;
+  ++cluster.round;
+  progress();
+  for (Block* block : cluster.blocks) {
+    for (Fiber* f : block->fibers) {
+      if (f->waits != nullptr && strcmp(f->waits, "cluster_wait") == 0) wake(f);
+    }
+  }
+}
+
+}  // namespace
+
+void leave_cluster(Fiber& fiber) {
+  Block& block = *fiber.block;
+  Cluster& cluster = *block.cluster;
+  if (fiber.arrived && fiber.arrived_round == cluster.round) --cluster.arrived;
+  --cluster.alive;
+  if (block.left == block.threads) {
+    for (const Store& store : machine.stores) {
+      if (store.block == &block) fail("the block of rank %u ends while stores to it are on their way", block.rank);
+    }
+    // Others must not reach into a block that has ended.
+    if (cluster.alive > 0) forbid(block.shared, machine.shared_bytes);
+  }
+  end_round(cluster);
+}
+
+unsigned rank_in_cluster() { return running->block->rank; }
+unsigned blocks_in_cluster() { return static_cast<unsigned>(running->block->cluster->blocks.size()); }
+
+void cluster_barrier_arrive() {
+  if (!clusters_exist()) return;
+  Fiber& self = *running;
+  if (self.arrived) fail("cluster_arrive: the thread has arrived already, without cluster_wait");
+  Cluster& cluster = *self.block->cluster;
+  self.arrived = true;
+  self.arrived_round = cluster.round;
+  ++cluster.arrived;
+  progress();
+  end_round(cluster);
+}
+
+void cluster_barrier_wait(const Place& at) {
+  if (!clusters_exist()) return;
+  Fiber& self = *running;
+  if (!self.arrived) fail("cluster_wait without cluster_arrive");
+  if (self.arrived_round == self.block->cluster->round) wait("cluster_wait", at);
+  self.arrived = false;
+}
+
+void* map_to(const void* p, unsigned rank) {
+  Block& own = *running->block;
+  if (!clusters_exist()) return const_cast<void*>(p);
+  check_shared("map_shared", own, p, 0, 1);
+  Block& other = peer("map_shared", rank);
+  if (other.left == other.threads) fail("map_shared: the block of rank %u has ended", rank);
+  return other.shared + offset(own, p);
+}
+
+// ---- mbarriers -----------------------------------------------------------------------------------------------------
+
+void barrier_init(uint64_t* word, unsigned arrivals) {
+  if (!clusters_exist()) return;
+  Block& block = *running->block;
+  check_shared("mbarrier_init", block, word, 8, 8);
+  if (arrivals == 0 || arrivals >= 1u << 20) fail("mbarrier_init: a count of %u", arrivals);
+  for (const Mbarrier& m : block.mbarriers) {
+    if (m.word == word) fail("mbarrier_init: the mbarrier at offset %td exists already", offset(block, word));
+  }
+  *word = magic(word);
+  block.mbarriers.push_back({word, arrivals, arrivals, 0, 0});
+  progress();
+}
+
+void barrier_arrive(uint64_t* word, unsigned bytes) {
+  if (!clusters_exist()) return;
+  maybe_yield();
+  Block& block = *running->block;
+  const char* what = bytes == 0 ? "mbarrier_arrive" : "mbarrier_arrive_expect";
+  Mbarrier& m = find(block, what, word);
+  m.bytes += bytes;
+  take_arrival(m, block, what);
+}
+
+void barrier_arrive_remote(uint64_t* word, unsigned rank) {
+  if (!clusters_exist()) return;
+  maybe_yield();
+  Block& other = peer("mbarrier_arrive_remote", rank);
+  auto* there = reinterpret_cast<uint64_t*>(other.shared + offset(*running->block, word));
+  take_arrival(find(other, "mbarrier_arrive_remote", there), other, "mbarrier_arrive_remote");
+}
+
+bool barrier_done(uint64_t* word, unsigned parity, const Place& at) {
+  if (!clusters_exist()) return true;
+  Block& block = *running->block;
+  if (parity > 1) fail("mbarrier_done: a parity of %u", parity);
+  if ((find(block, "mbarrier_done", word).phases & 1) != parity) return true;
+  poll("mbarrier_done", at);
+  return (find(block, "mbarrier_done", word).phases & 1) != parity;
+}
+
+void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4]) {
+  if (!clusters_exist()) return;
+  maybe_yield();
+  Block& own = *running->block;
+  check_shared("store_async_16", own, p, 16, 16);
+  Block& other = peer("store_async_16", rank);
+  auto* there = reinterpret_cast<uint64_t*>(other.shared + offset(own, word));
+  find(other, "store_async_16", there);
+  Store store = {&other, other.shared + offset(own, p), there, {v[0], v[1], v[2], v[3]}};
+  // From now on nobody knows what is there, until the barrier says so.
+  memset(store.to, 0xFF, 16);
+  machine.stores.push_back(store);
+  progress();
+  if (random_bits() % 4 == 0) deliver_one();
+}
+
+}  // namespace simt
