@@ -454,7 +454,6 @@ void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int clus
             const std::function<void()>& body) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   std::lock_guard<std::mutex> lock(one_launch);
-  static uint64_t launches = 0;
   const Limits l = limits();
   machine.op = op;
   machine.error.clear();
@@ -477,8 +476,11 @@ void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int clus
   machine.shared_bytes = shared_bytes;
   machine.architecture = l.architecture;
   machine.body = &body;
-  machine.seed = static_cast<uint64_t>(setting("SEQKERN_SIMT_SEED", 0));
-  machine.state = mixed(machine.seed + (++launches << 32)) | 1;
+  const auto seed = static_cast<uint64_t>(setting("SEQKERN_SIMT_SEED", 0));
+  static uint64_t launches = 0;  // with this seed: every one of them has a schedule of its own
+  launches = seed == machine.seed ? launches + 1 : 0;
+  machine.seed = seed;
+  machine.state = mixed(seed + (launches << 32)) | 1;
   const uint64_t even[] = {0, 3, 63};
   machine.even = even[random_below(3)];
   machine.switches = 0;

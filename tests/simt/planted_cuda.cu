@@ -1,0 +1,169 @@
+// The kernels of planted.cuh as torch ops, launched as the project's own are.
+#include <string>
+#include <tuple>
+
+#include "cuda_launch.h"
+#include "planted.cuh"
+
+namespace seqkern {
+namespace {
+
+template <Fault fault>
+using Planted = std::integral_constant<Fault, fault>;
+
+// Calls `f` with the fault as a constant: the one of `faults` that is meant.
+template <Fault... faults, class F>
+void with_fault(int64_t fault, const char* op, F f) {
+  bool found = false;
+  ((static_cast<int64_t>(faults) == fault ? (found = true, f(Planted<faults>())) : void()), ...);
+  SK_CHECK(found, op, ": fault ", fault, " is not planted here");
+}
+
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+Tensor row_sums_op(const Tensor& x, int64_t fault) {
+  Tensor y = empty(x, {x.size(0)}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(x.size(0)));
+  shape.block = dim3(128);
+  shape.shared_bytes = 4 * sizeof(float);
+  with_fault<Fault::none, Fault::no_barrier, Fault::outside_shared, Fault::outside_global>(
+      fault, "row_sums", [&](auto planted) {
+        launch<const float*, float*, int64_t>("row_sums", row_sums<planted()>, shape, current_stream(x),
+                                              data<const float>(x), data<float>(y), x.size(1));
+      });
+  return y;
+}
+
+template <class T>
+Tensor matmul_of(const Tensor& a, const Tensor& b, int64_t fault) {
+  const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
+  Tensor c = empty(a, {m, n}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(n / kTileN), static_cast<unsigned>(m / kTileM));
+  shape.block = dim3(128);
+  shape.shared_bytes = 2 * (kTileM + kTileK) * (kTileK * sizeof(T) + kPad);
+  with_fault<Fault::none, Fault::no_barrier, Fault::no_last_barrier, Fault::no_wait, Fault::early_wait, Fault::swapped>(
+      fault, "matmul", [&](auto planted) {
+        launch<const T*, const T*, float*, int, int>("matmul", matmul<T, planted()>, shape, current_stream(a),
+                                                     data<const T>(a), data<const T>(b), data<float>(c),
+                                                     static_cast<int>(n), static_cast<int>(k));
+      });
+  return c;
+}
+
+Tensor matmul_op(const Tensor& a, const Tensor& b, int64_t fault) {
+  switch (dtype_of(a, "matmul", "a")) {
+    case Dtype::bf16: return matmul_of<BFloat16>(a, b, fault);
+    case Dtype::f16: return matmul_of<Half>(a, b, fault);
+    default: return matmul_of<float>(a, b, fault);
+  }
+}
+
+Tensor cluster_steps_op(const Tensor& x, int64_t steps, int64_t fault) {
+  const int64_t size = x.size(1) / kWidth;
+  Tensor y = empty(x, {x.size(0), x.size(1)}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(x.size(0) * size));
+  shape.block = dim3(kWidth);
+  shape.shared_bytes = static_cast<size_t>(128 + 2 * size * kWidth * 4);
+  shape.cluster = static_cast<int>(size);
+  with_fault<Fault::none, Fault::no_wait, Fault::no_barrier, Fault::leaves, Fault::too_many_arrivals,
+             Fault::too_few_bytes>(fault, "cluster_steps", [&](auto planted) {
+    launch<const float*, float*, int>("cluster_steps", cluster_steps<planted()>, shape, current_stream(x),
+                                      data<const float>(x), data<float>(y), static_cast<int>(steps));
+  });
+  return y;
+}
+
+Tensor grid_steps_op(const Tensor& x, const Tensor& packets, int64_t steps, bool resident, int64_t fault) {
+  const int64_t blocks = x.size(0);
+  Tensor y = empty(x, {blocks * 3 + 1}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(blocks));
+  shape.block = dim3(32);
+  shape.all_resident = resident;
+  auto* words = data<uint4>(packets);
+  with_fault<Fault::none, Fault::no_wait>(fault, "grid_steps", [&](auto planted) {
+    launch<const float*, float*, uint4*, uint32_t*, int>("grid_steps", grid_steps<planted()>, shape, current_stream(x),
+                                                         data<const float>(x), data<float>(y), words,
+                                                         &words[3 * blocks].x, static_cast<int>(steps));
+  });
+  return y;
+}
+
+Tensor mma_op(const Tensor& a, const Tensor& b, const Tensor& d, int64_t kind) {
+  Tensor sums = empty(d, {32, 4}, ScalarType::Float);
+  memcpy(data<float>(sums), data<float>(d), 32 * 4 * sizeof(float));
+  LaunchShape shape;
+  shape.grid = dim3(1);
+  shape.block = dim3(32);
+  launch<int, const uint32_t*, const uint32_t*, float*>("mma", mma_registers, shape, current_stream(d),
+                                                        static_cast<int>(kind), data<const uint32_t>(a),
+                                                        data<const uint32_t>(b), data<float>(sums));
+  return sums;
+}
+
+Tensor ldmatrix_op(const Tensor& rows, bool transposed) {
+  const int64_t matrices = rows.size(0) / 8;
+  Tensor r = empty(rows, {32, matrices}, ScalarType::Int);
+  LaunchShape shape;
+  shape.grid = dim3(1);
+  shape.block = dim3(32);
+  shape.shared_bytes = static_cast<size_t>(rows.size(0)) * 16;
+  const auto kernel = matrices == 4 ? (transposed ? ldmatrix_registers<4, true> : ldmatrix_registers<4, false>)
+                                    : (transposed ? ldmatrix_registers<2, true> : ldmatrix_registers<2, false>);
+  launch<const uint4*, uint32_t*>("ldmatrix", kernel, shape, current_stream(rows), data<const uint4>(rows),
+                                  data<uint32_t>(r));
+  return r;
+}
+
+Tensor misuse_op(const Tensor& x, int64_t which, int64_t shared, int64_t cluster) {
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(cluster));
+  shape.block = dim3(64);
+  shape.shared_bytes = static_cast<size_t>(shared);
+  shape.cluster = static_cast<int>(cluster);
+  launch<int, float*>("misuse", misuse, shape, current_stream(x), static_cast<int>(which), data<float>(x));
+  return x;
+}
+
+// Of a block of that many threads: how many fit a multiprocessor, and how many clusters the device.
+std::tuple<int64_t, int64_t> residents_op(const Tensor& x, int64_t threads, int64_t shared, int64_t cluster) {
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(cluster));
+  shape.block = dim3(static_cast<unsigned>(threads));
+  shape.shared_bytes = static_cast<size_t>(shared);
+  shape.cluster = static_cast<int>(cluster);
+  const OnDevice guard(x);
+  const void* kernel = reinterpret_cast<const void*>(misuse);
+  return {resident_blocks("residents", kernel, shape), resident_clusters("residents", kernel, shape)};
+}
+
+}  // namespace
+}  // namespace seqkern
+
+STABLE_TORCH_LIBRARY(seqkern_planted, m) {
+  m.def("row_sums(Tensor x, int fault) -> Tensor");
+  m.def("matmul(Tensor a, Tensor b, int fault) -> Tensor");
+  m.def("cluster_steps(Tensor x, int steps, int fault) -> Tensor");
+  m.def("grid_steps(Tensor x, Tensor(a!) packets, int steps, bool resident, int fault) -> Tensor");
+  m.def("mma(Tensor a, Tensor b, Tensor d, int kind) -> Tensor");
+  m.def("ldmatrix(Tensor rows, bool transposed) -> Tensor");
+  m.def("misuse(Tensor(a!) x, int which, int shared, int cluster) -> Tensor(a!)");
+  m.def("residents(Tensor x, int threads, int shared, int cluster) -> (int, int)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(seqkern_planted, SK_CUDA_KEY, m) {
+  m.impl("row_sums", TORCH_BOX(&seqkern::row_sums_op));
+  m.impl("matmul", TORCH_BOX(&seqkern::matmul_op));
+  m.impl("cluster_steps", TORCH_BOX(&seqkern::cluster_steps_op));
+  m.impl("grid_steps", TORCH_BOX(&seqkern::grid_steps_op));
+  m.impl("mma", TORCH_BOX(&seqkern::mma_op));
+  m.impl("ldmatrix", TORCH_BOX(&seqkern::ldmatrix_op));
+  m.impl("misuse", TORCH_BOX(&seqkern::misuse_op));
+  m.impl("residents", TORCH_BOX(&seqkern::residents_op));
+}

@@ -1,0 +1,362 @@
+"""The host executor for CUDA kernels (tests/simt): right kernels pass on every schedule, planted faults are caught."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PLANTED = ROOT / "tests" / "simt" / "planted_cuda.cu"
+SEEDS = range(12)  # of schedules
+# In the order of Fault in planted.cuh.
+FAULTS = ["none", "no_barrier", "no_last_barrier", "no_wait", "early_wait", "swapped", "outside_shared"]
+FAULTS += ["outside_global", "leaves", "too_many_arrivals", "too_few_bytes"]
+
+
+def fault(name: str) -> int:
+    return FAULTS.index(name)
+
+
+@pytest.fixture(scope="module")
+def ops(simt_build: ModuleType) -> Any:
+    """The planted kernels, without sanitizers, in this process."""
+    torch.ops.load_library(str(simt_build.build("planted", [PLANTED], sanitize=False)))
+    return torch.ops.seqkern_planted
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("SEQKERN_SIMT_"):
+            monkeypatch.delenv(name)
+
+
+def schedules(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    for seed in SEEDS:
+        monkeypatch.setenv("SEQKERN_SIMT_SEED", str(seed))
+        yield seed
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, call: Any, expected: torch.Tensor) -> list[str]:
+    """One word a schedule: right, wrong, or the error."""
+    found = []
+    for _ in schedules(monkeypatch):
+        try:
+            close = torch.allclose(call(), expected, rtol=1e-4, atol=1e-4)
+            found.append("right" if close else "wrong")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+# ---- row sums ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [1, 31, 128, 1000])
+def test_row_sums(ops: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    x = torch.randn(5, columns)
+    assert set(outcomes(monkeypatch, lambda: ops.row_sums(x, 0), x.sum(1))) == {"right"}
+
+
+def test_missing_syncthreads(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 200)
+    assert "wrong" in outcomes(monkeypatch, lambda: ops.row_sums(x, fault("no_barrier")), x.sum(1))
+
+
+# ---- matrix products ---------------------------------------------------------------------------------------------
+
+
+def operands(dtype: torch.dtype, m: int = 64, n: int = 96, k: int = 128) -> tuple[torch.Tensor, ...]:
+    a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+    if dtype == torch.float32:  # of the eleven bits that tf32 keeps, so that the oracle sees the same numbers
+        a, b = a.half().float(), b.half().float()
+    return a, b, (a.double() @ b.double()).float()
+
+
+MATMUL_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+@MATMUL_DTYPES
+def test_matmul(ops: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    a, b, expected = operands(dtype)
+    assert set(outcomes(monkeypatch, lambda: ops.matmul(a, b, 0), expected)) == {"right"}
+
+
+@MATMUL_DTYPES
+@pytest.mark.parametrize("planted", ["no_barrier", "no_last_barrier", "no_wait", "early_wait", "swapped"])
+def test_matmul_faults(ops: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, planted: str) -> None:
+    a, b, expected = operands(dtype)
+    found = outcomes(monkeypatch, lambda: ops.matmul(a, b, fault(planted)), expected)
+    if planted in ("no_wait", "early_wait", "swapped"):  # not a matter of the schedule
+        assert set(found) == {"wrong"}
+    assert "wrong" in found
+
+
+def test_missing_wait_gives_nan(ops: Any) -> None:
+    a, b, _ = operands(torch.bfloat16)
+    assert ops.matmul(a, b, fault("no_wait")).isnan().all()
+
+
+# ---- instructions ------------------------------------------------------------------------------------------------
+
+# "Matrix Fragments for mma.m16n8k16 with floating point type" and "... mma.m16n8k8" (tf32) in the PTX documentation, in
+# its own words: which element of the matrix is element i of a lane's fragment.
+
+
+def a_16816(lane: int, i: int) -> tuple[int, int]:
+    group, thread = lane >> 2, lane % 4
+    row = group if 0 <= i < 2 or 4 <= i < 6 else group + 8
+    return row, thread * 2 + (i & 1) if i < 4 else thread * 2 + (i & 1) + 8
+
+
+def b_16816(lane: int, i: int) -> tuple[int, int]:
+    group, thread = lane >> 2, lane % 4
+    return (thread * 2 + (i & 1) if i < 2 else thread * 2 + (i & 1) + 8), group
+
+
+def a_1688(lane: int, i: int) -> tuple[int, int]:
+    group, thread = lane >> 2, lane % 4
+    return (group if i in (0, 2) else group + 8), (thread if i in (0, 1) else thread + 4)
+
+
+def b_1688(lane: int, i: int) -> tuple[int, int]:
+    group, thread = lane >> 2, lane % 4
+    return (thread if i == 0 else thread + 4), group
+
+
+def sums_168(lane: int, i: int) -> tuple[int, int]:
+    group, thread = lane >> 2, lane % 4
+    return (group if i < 2 else group + 8), thread * 2 + (i & 1)
+
+
+def fragments(matrix: torch.Tensor, element: Any, count: int) -> torch.Tensor:
+    return torch.stack([torch.stack([matrix[element(lane, i)] for i in range(count)]) for lane in range(32)])
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_mma_16816(ops: Any, kind: int) -> None:
+    dtype = (torch.bfloat16, torch.float16)[kind]
+    a, b, d = torch.randn(16, 16).to(dtype), torch.randn(16, 8).to(dtype), torch.randn(16, 8)
+    registers_a, registers_b = fragments(a, a_16816, 8), fragments(b, b_16816, 4)
+    # Two elements a register, the first in the low half.
+    found = ops.mma(registers_a.view(torch.int32), registers_b.view(torch.int32), fragments(d, sums_168, 4), kind)
+    expected = fragments((d.double() + a.double() @ b.double()).float(), sums_168, 4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mma_1688_tf32(ops: Any) -> None:
+    a, b, d = torch.randn(16, 8).half().float(), torch.randn(8, 8).half().float(), torch.randn(16, 8)
+    noise = 0x1FFF  # the low bits are not part of the number
+    registers_a = fragments(a, a_1688, 4).view(torch.int32) | noise
+    registers_b = fragments(b, b_1688, 2).view(torch.int32) | noise
+    found = ops.mma(registers_a, registers_b, fragments(d, sums_168, 4), 2)
+    expected = fragments((d.double() + a.double() @ b.double()).float(), sums_168, 4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("matrices", [2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ldmatrix(ops: Any, matrices: int, transposed: bool) -> None:
+    rows = torch.randint(-(2**15), 2**15, (8 * matrices, 8), dtype=torch.int16)
+    found = ops.ldmatrix(rows, transposed).view(torch.int16).view(32, matrices, 2)
+    for lane in range(32):
+        for m in range(matrices):
+            matrix = rows[8 * m : 8 * m + 8]
+            matrix = matrix.T if transposed else matrix
+            # Thread l receives, of row l / 4, the elements 2 (l % 4) and the next.
+            assert torch.equal(found[lane, m], matrix[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2])
+
+
+# ---- clusters and grids ------------------------------------------------------------------------------------------
+
+
+def cluster_oracle(x: torch.Tensor, steps: int) -> torch.Tensor:
+    value = x.double().view(x.shape[0], -1, 32)
+    ranks = torch.arange(value.shape[1], dtype=torch.float64).view(1, -1, 1)
+    for step in range(steps):
+        value = value.mean((1, 2), keepdim=True) + step + ranks + torch.zeros_like(value)
+    return (value + value.amax((1, 2), keepdim=True)).view(x.shape).float()
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 16])
+def test_cluster(ops: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    x = torch.randn(3, size * 32)
+    assert set(outcomes(monkeypatch, lambda: ops.cluster_steps(x, 7, 0), cluster_oracle(x, 7))) == {"right"}
+
+
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        ("no_wait", "more arrivals|wrong"),
+        ("no_barrier", "wrong"),
+        ("leaves", "has ended|wrong"),
+        ("too_many_arrivals", "mbarrier_arrive: more arrivals at the mbarrier at offset [08] than its count of 1"),
+        ("too_few_bytes", "livelock|more arrivals|wrong|on their way"),
+    ],
+)
+def test_cluster_faults(ops: Any, monkeypatch: pytest.MonkeyPatch, planted: str, message: str) -> None:
+    x = torch.randn(2, 4 * 32)
+    found = outcomes(monkeypatch, lambda: ops.cluster_steps(x, 5, fault(planted)), cluster_oracle(x, 5))
+    caught = [word for word in found if word != "right"]
+    assert caught
+    assert all(re.search(message, word) for word in caught), caught
+
+
+def grid_oracle(x: torch.Tensor, steps: int) -> torch.Tensor:
+    value = x.double()
+    for _ in range(steps):
+        value = value.mean(0, keepdim=True) + torch.arange(len(x), dtype=torch.float64).view(-1, 1)
+    return torch.cat([value.flatten(), torch.tensor([float(len(x))], dtype=torch.float64)]).float()
+
+
+def packets(blocks: int) -> torch.Tensor:
+    return torch.zeros(3 * blocks + 1, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 40])
+def test_grid(ops: Any, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    x = torch.randn(blocks, 3)
+    found = outcomes(monkeypatch, lambda: ops.grid_steps(x, packets(blocks), 6, True, 0), grid_oracle(x, 6))
+    assert set(found) == {"right"}
+
+
+def test_grid_faults(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 3)
+    found = outcomes(monkeypatch, lambda: ops.grid_steps(x, packets(5), 4, True, fault("no_wait")), grid_oracle(x, 4))
+    assert "wrong" in found
+    # Blocks that wait for each other without being on the device together.
+    with pytest.raises(RuntimeError, match=r"grid_steps: livelock .* threads poll, and nothing changes"):
+        ops.grid_steps(x, packets(5), 4, False, 0)
+    monkeypatch.setenv("SEQKERN_SIMT_MULTIPROCESSORS", "2")
+    with pytest.raises(RuntimeError, match="too many blocks in a cooperative launch: 65, 64 fit the device"):
+        ops.grid_steps(torch.randn(65, 3), packets(65), 1, True, 0)
+
+
+# ---- misuse ------------------------------------------------------------------------------------------------------
+
+MISUSE = [
+    (0, "divergent barrier: .* __syncthreads"),
+    (1, r"divergent barrier: the thread comes to __syncthreads \(planted.cuh:\d+\) while \d+ others wait at"),
+    (2, "absent lane: "),
+    (3, r"deadlock .*no thread can go on(.|\n)*__syncwarp(.|\n)*mask 00000003, lanes 0000000[12] have not come"),
+    (4, "comes to __.* wait at __.* with the same mask"),
+    (5, r"deadlock (.|\n)*32 at __syncthreads(.|\n)*32 at cluster_wait"),
+    (6, "livelock (.|\n)*mbarrier_done"),
+    (7, "mbarrier_done: there is no mbarrier at offset 0, or not yet"),
+    (8, "mbarrier at offset 0 was written over"),
+    (9, "cp_async_16: the address is not a multiple of 16 bytes"),
+    (10, "cp_async_16: the source is not a multiple of 16 bytes"),
+    (11, "ldmatrix: the address is not a multiple of 16 bytes"),
+    (12, "cp_async_16: 16 bytes at offset 1024 are not in the block's 1024 bytes"),
+    (13, "reads lane 20, which the mask 0000ffff does not name"),
+    (14, "mask 00000001 does not name lane"),
+    (15, "livelock (.|\n)*load_acquire|livelock (.|\n)*pause"),
+]
+
+
+@pytest.mark.parametrize(("which", "message"), MISUSE)
+def test_misuse(ops: Any, monkeypatch: pytest.MonkeyPatch, which: int, message: str) -> None:
+    for seed in itertools.islice(schedules(monkeypatch), 4):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            ops.misuse(torch.zeros(64), which, 1024, 1)
+        assert str(caught.value).startswith("misuse: ")
+        assert f"seed {seed}" in str(caught.value)
+    # The executor is as good as new.
+    x = torch.randn(2, 64)
+    torch.testing.assert_close(ops.row_sums(x, 0), x.sum(1))
+
+
+def test_limits(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(64)
+    with pytest.raises(
+        RuntimeError, match="misuse: .*232449 bytes of shared memory asked for, a block may have 232448"
+    ):
+        ops.misuse(x, 99, 232449, 1)
+    with pytest.raises(RuntimeError, match="a cluster of 17 blocks, 16 at most"):
+        ops.misuse(x, 99, 0, 17)
+    assert ops.residents(x, 64, 0, 1) == (32, 128)
+    assert ops.residents(x, 1024, 0, 8) == (2, 1)
+    assert ops.residents(x, 128, 100 << 10, 2) == (2, 4)
+    monkeypatch.setenv("SEQKERN_SIMT_SHARED", "1000")
+    with pytest.raises(RuntimeError, match="1001 bytes of shared memory asked for, a block may have 1000"):
+        ops.misuse(x, 99, 1001, 1)
+    monkeypatch.setenv("SEQKERN_SIMT_ARCH", "80")
+    with pytest.raises(RuntimeError, match="a cluster of 2 blocks, 1 at most"):
+        ops.misuse(x, 99, 0, 2)
+    assert ops.residents(x, 64, 0, 2)[1] == 0
+
+
+def test_schedule_is_the_seeds(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same seed gives the same wrong result again, and not all seeds give the same one."""
+    x = torch.arange(40 * 200, dtype=torch.float32).view(40, 200)
+    first, second = (
+        [str(ops.row_sums(x, fault("no_barrier")).tolist()) for _ in schedules(monkeypatch)] for _ in range(2)
+    )
+    assert first == second
+    assert len(set(first)) > 3
+
+
+# ---- sanitizers --------------------------------------------------------------------------------------------------
+
+SANITIZED = """
+import os, sys, torch
+torch.ops.load_library(os.environ["SEQKERN_SIMT"])
+ops, x = torch.ops.seqkern_planted, torch.randn(3, 100)
+cases = {
+    "right": lambda: torch.testing.assert_close(ops.row_sums(x, 0), x.sum(1)),
+    "matmul": lambda: ops.matmul(torch.randn(32, 64).bfloat16(), torch.randn(64, 32).bfloat16(), 0),
+    "cluster": lambda: ops.cluster_steps(torch.randn(1, 128), 3, 0),
+    "grid": lambda: ops.grid_steps(torch.randn(4, 3), torch.zeros(13, 4, dtype=torch.int32), 3, True, 0),
+    "raises": lambda: ops.misuse(torch.zeros(64), 0, 64, 1),
+    "shared": lambda: ops.row_sums(x, 6),
+    "global": lambda: ops.row_sums(x, 7),
+    "tile": lambda: ops.matmul(torch.randn(32, 64), torch.randn(32, 32), 0),
+    "ended": lambda: [ops.cluster_steps(torch.randn(1, 128), 3, 8) for _ in range(20)],
+    "misaligned": lambda: ops.misuse(torch.zeros(64), 16, 1024, 1),
+}
+for name, case in cases.items():  # each in a process of its own, for the sanitizers end it
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(f"{sys.argv[1]}/{name}", os.O_CREAT | os.O_WRONLY), 2)
+        try:
+            case()
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            os._exit(3)
+        os._exit(0)
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_sanitizers(simt_build: ModuleType, tmp_path: Path) -> None:
+    path = simt_build.build("planted", [PLANTED], sanitize=True)
+    command = [sys.executable, "-W", "ignore", "-c", SANITIZED, str(tmp_path)]
+    environment = simt_build.environment(path, seed=1) | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    codes = {name: int(code) for name, code in (line.split() for line in result.stdout.splitlines())}
+    said = {name: (tmp_path / name).read_text() for name in codes}
+    for name in ("right", "matmul", "cluster", "grid"):
+        assert codes[name] == 0, said[name]
+        assert said[name] == ""
+    assert codes["raises"] == 3
+    assert "divergent barrier" in said["raises"]
+    for name in ("shared", "global", "tile"):
+        assert codes[name] not in (0, 3)
+        assert "AddressSanitizer: heap-buffer-overflow" in said[name], said[name]
+    assert "planted.cuh" in said["shared"]
+    assert codes["ended"] != 0
+    assert "use-after-poison" in said["ended"] or "has ended" in said["ended"], said["ended"]
+    assert codes["misaligned"] not in (0, 3)
+    assert "misaligned address" in said["misaligned"], said["misaligned"]
