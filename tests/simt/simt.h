@@ -88,7 +88,6 @@ uint64_t warp_shuffle(const char* name, unsigned mask, uint64_t value, int sourc
 unsigned warp_ballot(const char* name, unsigned mask, bool vote, const Place& at);
 
 // simt_memory.cpp
-std::ptrdiff_t offset(const Block& block, const void* p);
 void copy_async(void* shared, const void* global, int bytes);
 void copy_commit();
 void copy_wait(unsigned open);
@@ -172,15 +171,16 @@ inline T __shfl_up_sync(unsigned mask, T v, unsigned lanes, int width = 32, simt
 namespace simt {
 // Reads, writes what `f` makes of it, returns what was there: in one piece.
 template <class T, class F>
-T atomic(T* p, F f) {
+T atomic(T* p, F f, const Place& at = Place()) {
   maybe_yield();
   const T old = *p;
   const T next = f(old);
   if (memcmp(&old, &next, sizeof(T)) != 0) {
     progress();
     *p = next;
+    maybe_yield();
   } else {
-    poll("an atomic operation", Place());
+    poll("an atomic operation", at);
   }
   return old;
 }
@@ -343,6 +343,7 @@ inline void store_release(uint32_t* p, uint32_t v) {
   simt::maybe_yield();
   simt::progress();
   *p = v;
+  simt::maybe_yield();
 }
 inline uint32_t add_release(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
 inline uint4 load_fresh_16(const void* p, simt::Place at = simt::Place()) {
@@ -355,8 +356,9 @@ inline void store_fresh_16(void* p, uint4 v) {
   simt::maybe_yield();
   simt::progress();
   *static_cast<uint4*>(p) = v;
+  simt::maybe_yield();
 }
-inline void pause(simt::Place at = simt::Place()) { simt::poll("pause", at); }
+inline void pause(simt::Place at = simt::Place()) { simt::poll(nullptr, at); }
 
 inline unsigned cluster_rank() { return simt::rank_in_cluster(); }
 inline unsigned cluster_size() { return simt::blocks_in_cluster(); }

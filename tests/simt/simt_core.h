@@ -5,8 +5,8 @@
 // take the one that became ready last, so that one warp or one block runs far ahead of the others. SEQKERN_SIMT_SEED
 // picks the schedule: the same seed gives the same one.
 //
-// Blocks that need not be on the device together run one after another, in random order; a cluster's blocks run
-// together, and all blocks of an all_resident launch.
+// All blocks of an all_resident launch run together, and a cluster's blocks. Others need not be on the device together:
+// a few of them, drawn by chance, run at once, in random order.
 #pragma once
 
 #include <cstddef>
@@ -165,7 +165,8 @@ void wait(const char* what, const Place& at);
 void wake(Fiber* fiber);
 // Something changed that others may wait for.
 inline void progress() { machine.idle = 0; }
-// The running fiber asks for something that others may not have done yet: another one goes on.
+// The running fiber asks for something that others may not have done yet: another one goes on. Without a name it is
+// the one asked for last.
 void poll(const char* what, const Place& at);
 // Another one goes on, now and then.
 void maybe_yield();
@@ -182,10 +183,25 @@ void check_write(void* p, size_t bytes);
 void forbid(void* p, size_t bytes);
 // `bytes` from p on must lie in the shared memory of the block.
 void check_shared(const char* what, const Block& block, const void* p, size_t bytes, size_t alignment);
+// In bytes, of an address in its shared memory.
+inline std::ptrdiff_t offset(const Block& block, const void* p) {
+  return static_cast<const unsigned char*>(p) - block.shared;
+}
 // What a thread leaves open when it ends (simt_memory.cpp).
 void finish_copies(Fiber& fiber);
 void leave_cluster(Fiber& fiber);
 void deliver_one();
+
+// What simt_launch.cpp needs of the scheduler. The blocks that run now (others have no fibers), where a fiber starts,
+// going to a fiber or to the launching thread (null), the one to go on with, and who waits where, a dozen groups at
+// most.
+extern std::vector<std::unique_ptr<Block>> blocks;
+void entry();
+void transfer(Fiber* next, bool ending = false);
+Fiber* pick();
+std::string waiting();
+std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+constexpr unsigned char kNaN = 0xFF;  // in every byte: NaN in all types
 
 struct Limits {
   int architecture, multiprocessors, shared_per_block, max_cluster;
@@ -198,7 +214,7 @@ int resident_clusters(dim3 block, size_t shared_bytes, int cluster);
 // Raises std::runtime_error with the op's name in it where the launch, or any thread of it, fails.
 void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int cluster, bool all_resident,
             const std::function<void()>& body);
-// Switches between fibers in the last launch, and in how many ways it could be told apart from others.
+// Switches between fibers in the last launch.
 uint64_t last_switches();
 
 }  // namespace simt

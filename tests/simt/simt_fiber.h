@@ -1,16 +1,6 @@
 // Stacks, and going from one to another.
 #pragma once
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cstdlib>
-#include <new>
-
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
-
 #if defined(SIMT_ASAN)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -23,69 +13,11 @@ namespace simt {
 constexpr size_t kStackBytes = 256 << 10;  // reserved; pages that no kernel touches cost nothing
 
 // With a page below that nobody may touch.
-inline char* new_stack() {
-  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  void* p =
-      mmap(nullptr, kStackBytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) throw std::bad_alloc();
-  if (mprotect(p, page, PROT_NONE) != 0) throw std::bad_alloc();
-  return static_cast<char*>(p) + page;
-}
-
-#if defined(__x86_64__)
-
-// Saves what a function must keep, and returns into the other stack.
-extern "C" void simt_switch(void** save, void* load);
-asm(R"(
-.text
-.hidden simt_switch
-.globl simt_switch
-.type simt_switch, @function
-simt_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size simt_switch, .-simt_switch
-)");
-
-inline void prepare(Context& context, void (*entry)(), size_t offset) {
-  void** top = reinterpret_cast<void**>(context.stack + context.stack_bytes - offset);
-  *--top = nullptr;  // where entry would return to
-  *--top = reinterpret_cast<void*>(entry);
-  for (int i = 0; i < 6; ++i) *--top = nullptr;
-  context.stack_pointer = top;
-}
-inline void exchange(Context& from, Context& to) { simt_switch(&from.stack_pointer, to.stack_pointer); }
-
-#else
-
-inline ucontext_t* ucontext_of(Context& context) {
-  if (context.stack_pointer == nullptr) context.stack_pointer = new ucontext_t;
-  return static_cast<ucontext_t*>(context.stack_pointer);
-}
-inline void prepare(Context& context, void (*entry)(), size_t offset) {
-  ucontext_t* u = ucontext_of(context);
-  getcontext(u);
-  u->uc_stack.ss_sp = context.stack;
-  u->uc_stack.ss_size = context.stack_bytes - offset;
-  u->uc_link = nullptr;
-  makecontext(u, entry, 0);
-}
-inline void exchange(Context& from, Context& to) { swapcontext(ucontext_of(from), ucontext_of(to)); }
-
-#endif
+char* new_stack();
+// So that the first exchange to the context calls `entry`, `offset` bytes below the top of its stack.
+void prepare(Context& context, void (*entry)(), size_t offset);
+// Comes back when somebody exchanges to `from`.
+void exchange(Context& from, Context& to);
 
 // AddressSanitizer has to know on which stack the program is.
 inline void start_switch(Context& from, const Context& to, bool ending) {

@@ -70,8 +70,6 @@ void deliver(size_t i) {
 
 }  // namespace
 
-std::ptrdiff_t offset(const Block& block, const void* p) { return static_cast<const unsigned char*>(p) - block.shared; }
-
 void deliver_one() {
   if (!machine.stores.empty()) deliver(random_below(machine.stores.size()));
 }
@@ -90,7 +88,7 @@ void copy_async(void* shared, const void* global, int bytes) {
   copy.read = false;
   copy.group = self.group;
   if (random_bits() & 1) read_source(copy);
-  memset(shared, 0xFF, 16);
+  memset(shared, kNaN, 16);
   self.copies.push_back(copy);
 }
 
@@ -163,6 +161,7 @@ void cluster_barrier_arrive() {
   ++cluster.arrived;
   progress();
   end_round(cluster);
+  maybe_yield();
 }
 
 void cluster_barrier_wait(const Place& at) {
@@ -205,6 +204,7 @@ void barrier_arrive(uint64_t* word, unsigned bytes) {
   Mbarrier& m = find(block, what, word);
   m.bytes += bytes;
   take_arrival(m, block, what);
+  maybe_yield();
 }
 
 void barrier_arrive_remote(uint64_t* word, unsigned rank) {
@@ -213,15 +213,21 @@ void barrier_arrive_remote(uint64_t* word, unsigned rank) {
   Block& other = peer("mbarrier_arrive_remote", rank);
   auto* there = reinterpret_cast<uint64_t*>(other.shared + offset(*running->block, word));
   take_arrival(find(other, "mbarrier_arrive_remote", there), other, "mbarrier_arrive_remote");
+  maybe_yield();
 }
 
 bool barrier_done(uint64_t* word, unsigned parity, const Place& at) {
   if (!clusters_exist()) return true;
   Block& block = *running->block;
   if (parity > 1) fail("mbarrier_done: a parity of %u", parity);
-  if ((find(block, "mbarrier_done", word).phases & 1) != parity) return true;
-  poll("mbarrier_done", at);
-  return (find(block, "mbarrier_done", word).phases & 1) != parity;
+  const auto done = [&] { return (find(block, "mbarrier_done", word).phases & 1) != parity; };
+  if (!done()) {
+    running->payload = word;
+    poll("mbarrier_done", at);
+    if (!done()) return false;
+  }
+  running->waits = nullptr;
+  return true;
 }
 
 void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4]) {
@@ -234,10 +240,11 @@ void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4])
   find(other, "store_async_16", there);
   Store store = {&other, other.shared + offset(own, p), there, {v[0], v[1], v[2], v[3]}};
   // From now on nobody knows what is there, until the barrier says so.
-  memset(store.to, 0xFF, 16);
+  memset(store.to, kNaN, 16);
   machine.stores.push_back(store);
   progress();
   if (random_bits() % 4 == 0) deliver_one();
+  maybe_yield();
 }
 
 }  // namespace simt

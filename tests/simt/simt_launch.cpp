@@ -1,0 +1,225 @@
+// A launch from its checks to its end: blocks, their memory, and which of them run together.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+
+#include "simt_core.h"
+#include "simt_fiber.h"
+
+namespace simt {
+
+std::vector<std::unique_ptr<Block>> blocks;
+
+namespace {
+
+std::mutex one_launch;  // at a time: torch's backward passes run in threads of their own
+std::vector<std::unique_ptr<Fiber>> fibers;
+std::vector<std::unique_ptr<Cluster>> clusters;
+
+constexpr size_t kGuard = 64;  // bytes behind the shared memory, looked at when its block ends
+constexpr unsigned char kGuardByte = 0xA5;
+
+uint64_t mixed(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return x ^ x >> 31;
+}
+
+int64_t setting(const char* name, int64_t otherwise) {
+  const char* value = getenv(name);
+  return value == nullptr || *value == 0 ? otherwise : strtoll(value, nullptr, 10);
+}
+
+void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, unsigned& next_fiber) {
+  block.index = index;
+  block.rank = rank;
+  block.cluster = &cluster;
+  block.threads = machine.threads.x * machine.threads.y * machine.threads.z;
+  block.left = block.arrived = 0;
+  block.barrier = nullptr;
+  block.sum = block.result = 0;
+  block.mbarriers.clear();
+  void* memory = nullptr;
+  size_t guard = kGuard;
+#if defined(SIMT_ASAN)
+  guard = 0;  // it has its own
+#endif
+  if (posix_memalign(&memory, 128, std::max<size_t>(1, machine.shared_bytes + guard)) != 0) throw std::bad_alloc();
+  block.shared = static_cast<unsigned char*>(memory);
+  memset(block.shared, kNaN, machine.shared_bytes);
+  memset(block.shared + machine.shared_bytes, kGuardByte, guard);
+  block.fibers.clear();
+  block.warps.resize((block.threads + 31) / 32);
+  for (Warp& warp : block.warps) {
+    warp.block = &block;
+    warp.lanes = 0;
+    warp.pending.clear();
+  }
+  for (unsigned n = 0; n < block.threads; ++n) {
+    if (next_fiber == fibers.size()) {
+      fibers.push_back(std::make_unique<Fiber>());
+      fibers.back()->context.stack = new_stack();
+      fibers.back()->context.stack_bytes = kStackBytes;
+    }
+    Fiber& f = *fibers[next_fiber];
+    f.thread = {n % machine.threads.x, n / machine.threads.x % machine.threads.y,
+                n / (machine.threads.x * machine.threads.y)};
+    f.number = n;
+    f.lane = n % 32;
+    f.block = &block;
+    f.warp = &block.warps[n / 32];
+    f.warp->lane[f.lane] = &f;
+    f.warp->lanes |= 1u << f.lane;
+    f.started = f.finished = f.arrived = false;
+    f.waits = nullptr;
+    f.payload = nullptr;
+    f.copies.clear();
+    f.group = f.arrived_round = 0;
+    // Not all at the same place of a cache.
+    prepare(f.context, entry, next_fiber % 61 * 192);
+    ++next_fiber;
+    block.fibers.push_back(&f);
+    machine.ready.push_back(&f);
+  }
+  cluster.blocks.push_back(&block);
+  cluster.alive += block.threads;
+}
+
+// Frees the block's shared memory; true where something was written behind it.
+bool end_block(Block& block) {
+  bool overrun = false;
+#if defined(SIMT_ASAN)
+  __asan_unpoison_memory_region(block.shared, machine.shared_bytes);
+#else
+  for (size_t i = 0; i < kGuard; ++i) overrun |= block.shared[machine.shared_bytes + i] != kGuardByte;
+#endif
+  free(block.shared);
+  block.shared = nullptr;
+  return overrun;
+}
+
+// Runs `count` clusters of the grid together, from their numbers.
+void run_together(const size_t* units, size_t count, unsigned size) {
+  const dim3& grid = machine.grid;
+  const unsigned wide = grid.x / size;  // clusters in a row of the grid
+  unsigned next_fiber = 0;
+  machine.ready.clear();
+  machine.stores.clear();
+  machine.idle = 0;
+  while (clusters.size() < count) clusters.push_back(std::make_unique<Cluster>());
+  while (blocks.size() < count * size) blocks.push_back(std::make_unique<Block>());
+  for (auto& block : blocks) block->fibers.clear();
+  for (size_t i = 0; i < count; ++i) {
+    Cluster& cluster = *clusters[i];
+    cluster.blocks.clear();
+    cluster.alive = cluster.arrived = cluster.round = 0;
+    const size_t unit = units[i];
+    for (unsigned rank = 0; rank < size; ++rank) {
+      const uint3 index = {static_cast<unsigned>(unit % wide) * size + rank,
+                           static_cast<unsigned>(unit / wide % grid.y), static_cast<unsigned>(unit / wide / grid.y)};
+      start_block(*blocks[i * size + rank], index, cluster, rank, next_fiber);
+    }
+  }
+  machine.alive = next_fiber;
+  for (size_t i = machine.ready.size(); i > 1; --i) std::swap(machine.ready[i - 1], machine.ready[random_below(i)]);
+  transfer(pick());
+  if (machine.error.empty() && machine.alive > 0) {
+    machine.error = text("%s: deadlock on the host executor (seed %llu): no thread can go on.", machine.op,
+                         static_cast<unsigned long long>(machine.seed)) +
+                    waiting();
+  }
+  if (!machine.error.empty()) {
+    machine.cancelling = true;
+    for (unsigned i = 0; i < next_fiber; ++i) {
+      if (fibers[i]->started && !fibers[i]->finished) transfer(fibers[i].get());
+#if defined(SIMT_ASAN)
+      __asan_unpoison_memory_region(fibers[i]->context.stack, kStackBytes);
+#endif
+    }
+    machine.cancelling = false;
+  }
+  for (size_t i = 0; i < count * size; ++i) {
+    const uint3 index = blocks[i]->index;
+    if (end_block(*blocks[i]) && machine.error.empty()) {
+      machine.error = text("%s: block (%u, %u, %u) wrote behind its %zu bytes of shared memory", machine.op, index.x,
+                           index.y, index.z, machine.shared_bytes);
+    }
+  }
+}
+
+}  // namespace
+
+Limits limits() {
+  const int architecture = static_cast<int>(setting("SEQKERN_SIMT_ARCH", 90));
+  const int64_t shared = architecture >= 90 && architecture < 120 ? 227 << 10
+                         : architecture >= 120                    ? 99 << 10
+                                                                  : 163 << 10;
+  return {architecture, static_cast<int>(setting("SEQKERN_SIMT_MULTIPROCESSORS", 4)),
+          static_cast<int>(setting("SEQKERN_SIMT_SHARED", shared)),
+          architecture < 90 ? 1 : static_cast<int>(setting("SEQKERN_SIMT_CLUSTER", 16))};
+}
+
+int resident_blocks(dim3 block, size_t shared_bytes) {
+  const size_t threads = std::max<size_t>(32, size_t{block.x} * block.y * block.z);
+  const size_t room = static_cast<size_t>(limits().shared_per_block) + 1024;
+  return static_cast<int>(std::min<size_t>({32, 2048 / threads, room / (shared_bytes + 1024)}));
+}
+int resident_clusters(dim3 block, size_t shared_bytes, int cluster) {
+  const Limits l = limits();
+  return cluster > l.max_cluster ? 0 : l.multiprocessors * resident_blocks(block, shared_bytes) / cluster;
+}
+
+void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int cluster, bool all_resident,
+            const std::function<void()>& body) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  std::lock_guard<std::mutex> lock(one_launch);
+  const Limits l = limits();
+  machine.op = op;
+  machine.error.clear();
+  const size_t threads = size_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > 1024) fail("invalid configuration: %zu threads a block", threads);
+  if (grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) {
+    fail("invalid configuration: a grid of %u x %u x %u blocks", grid.x, grid.y, grid.z);
+  }
+  if (shared_bytes > static_cast<size_t>(l.shared_per_block)) {
+    fail("%zu bytes of shared memory asked for, a block may have %d", shared_bytes, l.shared_per_block);
+  }
+  if (cluster < 1 || cluster > l.max_cluster) fail("a cluster of %d blocks, %d at most", cluster, l.max_cluster);
+  if (grid.x % static_cast<unsigned>(cluster) != 0) fail("%u blocks are no whole clusters of %d", grid.x, cluster);
+  const size_t all = size_t{grid.x} * grid.y * grid.z;
+  const size_t room = static_cast<size_t>(l.multiprocessors) * resident_blocks(block, shared_bytes);
+  if (all_resident && all > room) fail("too many blocks in a cooperative launch: %zu, %zu fit the device", all, room);
+
+  machine.grid = grid;
+  machine.threads = block;
+  machine.shared_bytes = shared_bytes;
+  machine.architecture = l.architecture;
+  machine.body = &body;
+  const auto seed = static_cast<uint64_t>(setting("SEQKERN_SIMT_SEED", 0));
+  static uint64_t launches = 0;  // with this seed: every one of them has a schedule of its own
+  launches = seed == machine.seed ? launches + 1 : 0;
+  machine.seed = seed;
+  machine.state = mixed(seed + (launches << 32)) | 1;
+  const uint64_t even[] = {0, 3, 63};
+  machine.even = even[random_below(3)];
+  machine.switches = 0;
+  machine.main.stack = nullptr;
+
+  std::vector<size_t> units(all / static_cast<size_t>(cluster));
+  for (size_t i = 0; i < units.size(); ++i) units[i] = i;
+  for (size_t i = units.size(); i > 1; --i) std::swap(units[i - 1], units[random_below(i)]);
+  // One, or some of those that would fit the device.
+  const size_t few = std::max<size_t>(1, std::min<size_t>(room, 8) / static_cast<size_t>(cluster));
+  const size_t together = all_resident ? units.size() : random_bits() & 1 ? 1 : 1 + random_below(few);
+  for (size_t i = 0; i < units.size() && machine.error.empty(); i += together) {
+    run_together(&units[i], std::min(together, units.size() - i), static_cast<unsigned>(cluster));
+  }
+  if (!machine.error.empty()) throw std::runtime_error(machine.error);
+}
+
+uint64_t last_switches() { return machine.switches; }
+
+}  // namespace simt
