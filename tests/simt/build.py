@@ -3,7 +3,8 @@
 Ninja does the incremental work, in build/simt. With `sanitize`, kernels are compiled with AddressSanitizer and
 UndefinedBehaviorSanitizer, and Python has to be started with `environment(...)`.
 
-    python tests/simt/build.py [--sanitize]        prints the library's path
+    python tests/simt/build.py [--sanitize]                        prints the library's path
+    python tests/simt/build.py [--sanitize] -- script.py ...       runs Python with it
 """
 
 from __future__ import annotations
@@ -117,10 +118,16 @@ def quote(path: Path) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sanitize", action="store_true")
-    print(library(parser.parse_args().sanitize))
+    parser.add_argument("arguments", nargs="*", help="of Python, after --")
+    options = parser.parse_args()
+    path = library(options.sanitize)
+    if not options.arguments:
+        print(path)
+        return 0
+    return subprocess.run([sys.executable, *options.arguments], env=environment(path), check=False).returncode
 
 
 if __name__ == "__main__":
