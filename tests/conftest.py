@@ -93,12 +93,16 @@ def simt_build() -> ModuleType:
 def simt(simt_build: ModuleType) -> Callable[..., str]:
     """Runs `python arguments` where the CUDA kernels run on CPU tensors (tests/simt); fails when it does.
 
-    Under AddressSanitizer and UndefinedBehaviorSanitizer unless `sanitize=False`; settings as `seed=3, arch=80` become
-    SEQKERN_SIMT_SEED=3 and so on. Triton kernels are interpreted there. Returns what it printed.
+    Under AddressSanitizer and UndefinedBehaviorSanitizer unless `sanitize=False`, or with a search for races with
+    `race=True`; settings as `seed=3, arch=80` become SEQKERN_SIMT_SEED=3 and so on. Triton kernels are interpreted
+    there. Returns what it printed.
     """
 
-    def run(*arguments: object, sanitize: bool = True, timeout: float = 1200, **settings: object) -> str:
-        environment = simt_build.environment(simt_build.library(sanitize), **settings) | {"TRITON_INTERPRET": "1"}
+    def run(
+        *arguments: object, sanitize: bool = True, race: bool = False, timeout: float = 1200, **settings: object
+    ) -> str:
+        library = simt_build.library(sanitize=sanitize and not race, race=race)
+        environment = simt_build.environment(library, **settings) | {"TRITON_INTERPRET": "1"}
         command = [sys.executable, "-W", "ignore", *map(str, arguments)]
         result = subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout

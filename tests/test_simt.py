@@ -20,7 +20,7 @@ PLANTED = ROOT / "tests" / "simt" / "planted_cuda.cu"
 SEEDS = range(12)  # of schedules
 # In the order of Fault in planted.cuh.
 FAULTS = ["none", "no_barrier", "no_last_barrier", "no_wait", "early_wait", "swapped", "outside_shared"]
-FAULTS += ["outside_global", "leaves", "too_many_arrivals", "too_few_bytes"]
+FAULTS += ["outside_global", "leaves", "too_many_arrivals", "too_few_bytes", "no_fence"]
 
 
 def fault(name: str) -> int:
@@ -304,6 +304,68 @@ def test_schedule_is_the_seeds(ops: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert first == second
     assert len(set(first)) > 3
+
+
+# ---- races -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def racing(simt_build: ModuleType) -> Any:
+    """The planted kernels in the build that looks for races."""
+    torch.ops.load_library(str(simt_build.build("planted", [PLANTED], race=True)))
+    return torch.ops.seqkern_planted_race
+
+
+def kernels(racing: Any, kernel: str, planted: int) -> tuple[Any, torch.Tensor]:
+    """A call, and what the right kernel gives."""
+    if kernel == "row_sums":
+        x = torch.randn(3, 200)
+        return lambda: racing.row_sums(x, planted), x.sum(1)
+    if kernel.startswith("matmul"):
+        a, b, c = operands(torch.float32 if kernel == "matmul_tf32" else torch.bfloat16, 32, 64, 128)
+        return lambda: racing.matmul(a, b, planted), c
+    if kernel == "cluster_steps":
+        x = torch.randn(2, 128)
+        return lambda: racing.cluster_steps(x, 5, planted), cluster_oracle(x, 5)
+    if kernel == "grid_steps":
+        x = torch.randn(5, 3)
+        return lambda: racing.grid_steps(x, packets(5), 4, True, planted), grid_oracle(x, 4)
+    if kernel == "warp_sums":
+        return lambda: racing.warp_sums(torch.zeros(1), planted), torch.full((3,), 496.0)
+    x = torch.randn(5, 128)
+    counter = torch.zeros(1, dtype=torch.int32)
+    return lambda: racing.last_block_sums(x, counter.zero_(), planted), x.sum().view(1)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["row_sums", "matmul", "matmul_tf32", "cluster_steps", "grid_steps", "warp_sums", "last_block_sums"]
+)
+def test_no_races(racing: Any, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    assert set(outcomes(monkeypatch, *kernels(racing, kernel, 0))) == {"right"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "planted"),
+    [
+        ("row_sums", "no_barrier"),
+        ("matmul", "no_barrier"),
+        ("matmul", "no_last_barrier"),
+        ("matmul_tf32", "no_last_barrier"),
+        ("cluster_steps", "no_wait"),
+        ("cluster_steps", "no_barrier"),
+        ("warp_sums", "no_barrier"),
+        ("last_block_sums", "no_fence"),
+    ],
+)
+def test_races(racing: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, planted: str) -> None:
+    """On every schedule, whether its result is right or not."""
+    found = outcomes(monkeypatch, *kernels(racing, kernel, fault(planted)))
+    message = (
+        r"seed \d+: race: it (reads|writes) \(planted.cuh:\d+\) (shared|global) memory .* \(planted.cuh:\d+\), and"
+    )
+    # (The exchange of a cluster may also run into what the barriers themselves check.)
+    message += "|more arrivals|on their way" if kernel == "cluster_steps" else ""
+    assert all(re.search(message, word) for word in found), found
 
 
 # ---- sanitizers --------------------------------------------------------------------------------------------------

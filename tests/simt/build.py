@@ -1,10 +1,11 @@
 """Compiles the project's CUDA sources for the host executor: `library(sanitize)` for all `csrc/**/*_cuda.cu`.
 
 Ninja does the incremental work, in build/simt. With `sanitize`, kernels are compiled with AddressSanitizer and
-UndefinedBehaviorSanitizer, and Python has to be started with `environment(...)`.
+UndefinedBehaviorSanitizer, and Python has to be started with `environment(...)`. With `race`, every access to memory
+is looked at by simt_race.cpp.
 
-    python tests/simt/build.py [--sanitize]                        prints the library's path
-    python tests/simt/build.py [--sanitize] -- script.py ...       runs Python with it
+    python tests/simt/build.py [--sanitize | --race]                        prints the library's path
+    python tests/simt/build.py [--sanitize | --race] -- script.py ...       runs Python with it
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ def torch_root() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def library(sanitize: bool = False) -> Path:
+def library(sanitize: bool = False, race: bool = False) -> Path:
     """All CUDA kernels of the project, registered under the CPU key when the library is loaded."""
-    return build("kernels", sorted(CSRC.rglob("*_cuda.cu")), sanitize)
+    return build("kernels", sorted(CSRC.rglob("*_cuda.cu")), sanitize, race)
 
 
-def build(name: str, sources: Sequence[Path], sanitize: bool, executable: bool = False) -> Path:
-    """The sources and the executor as one library, or as a program without torch."""
-    folder = BUILD / ("asan" if sanitize else "plain")
+def build(name: str, sources: Sequence[Path], sanitize: bool = False, race: bool = False) -> Path:
+    """The sources and the executor as one library."""
+    if sanitize and race:
+        raise ValueError("one of sanitize and race: AddressSanitizer and the search for races need their own builds")
+    folder = BUILD / ("asan" if sanitize else "race" if race else "plain")
     folder.mkdir(parents=True, exist_ok=True)
-    output = folder / (name if executable else f"libseqkern_{name}.so")
+    output = folder / f"libseqkern_{name}.so"
     torch_dir = torch_root()
-    flags = f"-O1 {SANITIZERS}" if sanitize else "-O2"
-    asan = " -DSIMT_ASAN" if sanitize else ""
+    flags = f"-O1 {SANITIZERS}" if sanitize else "-O1 -fsanitize=thread" if race else "-O2"
+    define = "-DSIMT_ASAN" if sanitize else "-DSIMT_RACE" if race else ""
     torch_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {quote(torch_dir / 'include')}"
     torch_flags += f" -isystem {quote(torch_dir / 'include/torch/csrc/api/include')}"
-    libraries = "" if executable else f"-shared -L{quote(torch_dir / 'lib')} -ltorch_cpu"
+    libraries = f"-shared -L{quote(torch_dir / 'lib')} -ltorch_cpu"
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"includes = -I{quote(HERE)} -I{quote(CSRC)} -I{quote(CSRC / 'common')}",
@@ -69,16 +72,13 @@ def build(name: str, sources: Sequence[Path], sanitize: bool, executable: bool =
     objects = []
     # The executor itself is not instrumented: it tells the sanitizer what it touches for a kernel.
     for source in sorted(HERE.glob("simt_*.cpp")):
-        needs_torch = source.stem == "simt_host"
-        if needs_torch and executable:
-            continue
         objects.append(f"{source.stem}.o")
-        extra = f"-O2 -ftree-vectorize{asan} {torch_flags if needs_torch else ''}"
+        extra = f"-O2 -ftree-vectorize {define} {torch_flags if source.stem == 'simt_host' else ''}"
         lines += [f"build {objects[-1]}: compile {quote(source)}", f"  extra = {extra}"]
     for source in map(Path.resolve, sources):
         where = source.relative_to(ROOT).with_suffix("")
         objects.append(f"{'_'.join(where.parts)}.o")
-        lines += [f"build {objects[-1]}: compile {quote(source)}", f"  extra = {flags} {torch_flags}"]
+        lines += [f"build {objects[-1]}: compile {quote(source)}", f"  extra = {flags} {define} {torch_flags}"]
     lines += [f"build {output.name}: link {' '.join(objects)}", f"default {output.name}", ""]
     text = "\n".join(lines)
     script = folder / f"{name}.ninja"
@@ -120,10 +120,12 @@ def quote(path: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sanitize", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--sanitize", action="store_true")
+    kind.add_argument("--race", action="store_true")
     parser.add_argument("arguments", nargs="*", help="of Python, after --")
     options = parser.parse_args()
-    path = library(options.sanitize)
+    path = library(options.sanitize, options.race)
     if not options.arguments:
         print(path)
         return 0

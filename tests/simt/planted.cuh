@@ -19,6 +19,7 @@ enum class Fault {
   leaves,  // a block ends while others read its shared memory
   too_many_arrivals,
   too_few_bytes,  // of which a barrier is told
+  no_fence,       // between data and the flag that tells of them
 };
 
 // ---- sums of rows: shuffles, shared memory, __syncthreads ----------------------------------------------------------
@@ -233,6 +234,39 @@ __global__ void grid_steps(const float* x, float* y, uint4* packets, uint32_t* d
   if (lane < 3) y[blockIdx.x * 3 + lane] = values[lane];
   __syncwarp();
   if (lane == 0 && add_release(done, 1) + 1 == gridDim.x) y[blocks * 3] = static_cast<float>(load_acquire(done));
+}
+
+// One warp a block: writes a value that lane 0 reads, and which no schedule may show: the last lane to come has it
+// right. y (blocks): the sum of the lanes' numbers.
+template <Fault fault>
+__global__ void warp_sums(float* y) {
+  SK_SHARED(memory);
+  float* values = reinterpret_cast<float*>(memory);
+  values[threadIdx.x] = static_cast<float>(threadIdx.x);
+  if (fault != Fault::no_barrier) {
+    __syncwarp();
+  } else {
+    __any_sync(~0u, 1);  // all have come, and nothing says that what they wrote is there
+  }
+  float sum = 0;
+  for (int i = 0; i < 32; ++i) sum += values[i];
+  if (threadIdx.x == 0) y[blockIdx.x] = sum;
+}
+
+// Each block sums its row of x (blocks, 128) into parts, the last one to end sums those: y (1).
+template <Fault fault>
+__global__ void last_block_sums(const float* x, float* parts, uint32_t* done, float* y) {
+  const float* row = x + blockIdx.x * 128;
+  float sum = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < 128; i += 32) sum += row[i];
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  if (threadIdx.x != 0) return;
+  parts[blockIdx.x] = sum;
+  if (fault != Fault::no_fence) __threadfence();
+  if (atomicAdd(done, 1u) + 1 != gridDim.x) return;
+  float total = 0;
+  for (unsigned b = 0; b < gridDim.x; ++b) total += parts[b];
+  y[0] = total;
 }
 
 // ---- one instruction -----------------------------------------------------------------------------------------------

@@ -95,6 +95,33 @@ Tensor grid_steps_op(const Tensor& x, const Tensor& packets, int64_t steps, bool
   return y;
 }
 
+Tensor warp_sums_op(const Tensor& like, int64_t fault) {
+  Tensor y = empty(like, {3}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(3);
+  shape.block = dim3(32);
+  shape.shared_bytes = 32 * sizeof(float);
+  with_fault<Fault::none, Fault::no_barrier>(fault, "warp_sums", [&](auto planted) {
+    launch<float*>("warp_sums", warp_sums<planted()>, shape, current_stream(like), data<float>(y));
+  });
+  return y;
+}
+
+Tensor last_block_sums_op(const Tensor& x, const Tensor& done, int64_t fault) {
+  const int64_t blocks = x.size(0);
+  Tensor parts = empty(x, {blocks}, ScalarType::Float), y = empty(x, {1}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(blocks));
+  shape.block = dim3(32);
+  shape.all_resident = true;
+  with_fault<Fault::none, Fault::no_fence>(fault, "last_block_sums", [&](auto planted) {
+    launch<const float*, float*, uint32_t*, float*>("last_block_sums", last_block_sums<planted()>, shape,
+                                                    current_stream(x), data<const float>(x), data<float>(parts),
+                                                    data<uint32_t>(done), data<float>(y));
+  });
+  return y;
+}
+
 Tensor mma_op(const Tensor& a, const Tensor& b, const Tensor& d, int64_t kind) {
   Tensor sums = empty(d, {32, 4}, ScalarType::Float);
   memcpy(data<float>(sums), data<float>(d), 32 * 4 * sizeof(float));
@@ -146,22 +173,34 @@ std::tuple<int64_t, int64_t> residents_op(const Tensor& x, int64_t threads, int6
 }  // namespace
 }  // namespace seqkern
 
-STABLE_TORCH_LIBRARY(seqkern_planted, m) {
+// Two builds of this file are loaded into one process: the ops of the one that looks for races have their own name.
+#if defined(SIMT_RACE)
+#define SK_PLANTED seqkern_planted_race
+#else
+#define SK_PLANTED seqkern_planted
+#endif
+#define SK_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+
+SK_LIBRARY(SK_PLANTED, m) {
   m.def("row_sums(Tensor x, int fault) -> Tensor");
   m.def("matmul(Tensor a, Tensor b, int fault) -> Tensor");
   m.def("cluster_steps(Tensor x, int steps, int fault) -> Tensor");
   m.def("grid_steps(Tensor x, Tensor(a!) packets, int steps, bool resident, int fault) -> Tensor");
+  m.def("warp_sums(Tensor like, int fault) -> Tensor");
+  m.def("last_block_sums(Tensor x, Tensor(a!) done, int fault) -> Tensor");
   m.def("mma(Tensor a, Tensor b, Tensor d, int kind) -> Tensor");
   m.def("ldmatrix(Tensor rows, bool transposed) -> Tensor");
   m.def("misuse(Tensor(a!) x, int which, int shared, int cluster) -> Tensor(a!)");
   m.def("residents(Tensor x, int threads, int shared, int cluster) -> (int, int)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(seqkern_planted, SK_CUDA_KEY, m) {
+STABLE_TORCH_LIBRARY_IMPL(SK_PLANTED, SK_CUDA_KEY, m) {
   m.impl("row_sums", TORCH_BOX(&seqkern::row_sums_op));
   m.impl("matmul", TORCH_BOX(&seqkern::matmul_op));
   m.impl("cluster_steps", TORCH_BOX(&seqkern::cluster_steps_op));
   m.impl("grid_steps", TORCH_BOX(&seqkern::grid_steps_op));
+  m.impl("warp_sums", TORCH_BOX(&seqkern::warp_sums_op));
+  m.impl("last_block_sums", TORCH_BOX(&seqkern::last_block_sums_op));
   m.impl("mma", TORCH_BOX(&seqkern::mma_op));
   m.impl("ldmatrix", TORCH_BOX(&seqkern::ldmatrix_op));
   m.impl("misuse", TORCH_BOX(&seqkern::misuse_op));

@@ -168,11 +168,16 @@ inline T __shfl_up_sync(unsigned mask, T v, unsigned lanes, int width = 32, simt
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
+// What may be read and written at the same time is no race.
+#define SIMT_QUIET __attribute__((no_sanitize_thread))
+
 namespace simt {
 // Reads, writes what `f` makes of it, returns what was there: in one piece.
 template <class T, class F>
-T atomic(T* p, F f, const Place& at = Place()) {
+SIMT_QUIET T atomic(T* p, F f, const Place& at = Place()) {
   maybe_yield();
+  race_acquire_word(p);
+  race_relaxed_word(p, true);
   const T old = *p;
   const T next = f(old);
   if (memcmp(&old, &next, sizeof(T)) != 0) {
@@ -218,8 +223,11 @@ template <class T>
 inline T atomicOr(T* p, std::common_type_t<T> v) {
   return simt::atomic(p, [v](T old) { return old | v; });
 }
-inline void __threadfence() { simt::maybe_yield(); }
-inline void __threadfence_block() { simt::maybe_yield(); }
+inline void __threadfence() {
+  simt::race_fence();
+  simt::maybe_yield();
+}
+inline void __threadfence_block() { __threadfence(); }
 template <class T>
 inline T __ldg(const T* p) {
   return *p;
@@ -333,28 +341,35 @@ inline uint32_t to_tf32(float x) {
   return (bits & 0x7F800000) == 0x7F800000 ? bits : (bits + 0x1000) & 0xFFFFE000;
 }
 
-inline uint32_t load_acquire(const uint32_t* p, simt::Place at = simt::Place()) {
+SIMT_QUIET inline uint32_t load_acquire(const uint32_t* p, simt::Place at = simt::Place()) {
   simt::check_aligned("load_acquire", p, 4);
   simt::poll("load_acquire", at);
+  simt::race_acquire_word(p);
   return *p;
 }
-inline void store_release(uint32_t* p, uint32_t v) {
+SIMT_QUIET inline void store_release(uint32_t* p, uint32_t v) {
   simt::check_aligned("store_release", p, 4);
   simt::maybe_yield();
   simt::progress();
+  simt::race_release_word(p, false);
   *p = v;
   simt::maybe_yield();
 }
-inline uint32_t add_release(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
-inline uint4 load_fresh_16(const void* p, simt::Place at = simt::Place()) {
+inline uint32_t add_release(uint32_t* p, uint32_t v) {
+  simt::race_release_word(p, true);
+  return atomicAdd(p, v);
+}
+SIMT_QUIET inline uint4 load_fresh_16(const void* p, simt::Place at = simt::Place()) {
   simt::check_aligned("load_fresh_16", static_cast<const char*>(p), 16);
   simt::poll("load_fresh_16", at);
+  simt::race_acquire_word(p);
   return *static_cast<const uint4*>(p);
 }
-inline void store_fresh_16(void* p, uint4 v) {
+SIMT_QUIET inline void store_fresh_16(void* p, uint4 v) {
   simt::check_aligned("store_fresh_16", static_cast<char*>(p), 16);
   simt::maybe_yield();
   simt::progress();
+  simt::race_relaxed_word(p, false);
   *static_cast<uint4*>(p) = v;
   simt::maybe_yield();
 }

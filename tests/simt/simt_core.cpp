@@ -57,7 +57,15 @@ void transfer(Fiber* next, bool ending) {
   start_switch(from, to, ending);
   exchange(from, to);
   finish_switch(&from, machine.main);
-  if (self != nullptr && machine.cancelling) throw Cancel();
+  if (self == nullptr || !machine.cancelling) return;
+  if (self->in_hook) abandon();
+  throw Cancel();
+}
+
+void abandon() {
+  running->finished = true;
+  transfer(nullptr, true);
+  __builtin_unreachable();
 }
 
 Fiber* pick() {
@@ -150,18 +158,25 @@ bool Place::operator==(const Place& other) const {
   return line == other.line && (file == other.file || strcmp(file, other.file) == 0);
 }
 
-void fail(const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  std::string message = text_of(format, arguments);
-  va_end(arguments);
+static std::string message_of(const std::string& message) {
   std::string where;
   if (running != nullptr) {
     const uint3 &b = running->block->index, &t = running->thread;
     where = text(" block (%u, %u, %u) thread (%u, %u, %u), seed %llu:", b.x, b.y, b.z, t.x, t.y, t.z,
                  static_cast<unsigned long long>(machine.seed));
   }
-  throw std::runtime_error(std::string(machine.op) + ": on the host executor," + where + " " + message);
+  return std::string(machine.op) + ": on the host executor," + where + " " + message;
+}
+void fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  const std::string message = message_of(text_of(format, arguments));
+  va_end(arguments);
+  throw std::runtime_error(message);
+}
+void fail_in_hook(const std::string& message) {
+  if (machine.error.empty()) machine.error = message_of(message);
+  abandon();
 }
 
 void wait(const char* what, const Place& at) {
@@ -175,7 +190,7 @@ void wake(Fiber* fiber) {
 }
 
 // It stays ready, in the place of the one that goes on.
-static void yield_now() {
+void yield_now() {
   if (machine.ready.empty()) return;
   Fiber*& slot = machine.ready[random_below(machine.ready.size())];
   Fiber* next = slot;
@@ -227,7 +242,11 @@ void collective(const char* name, unsigned mask, void (*complete)(Warp&, unsigne
     return;
   }
   warp.pending.erase(warp.pending.begin() + static_cast<std::ptrdiff_t>(i));
-  if (complete != nullptr) complete(warp, mask);
+  if (complete != nullptr) {
+    complete(warp, mask);
+  } else {
+    race_sync(warp, mask);
+  }
   progress();
   // The others are ready in an order that starts anywhere; this one goes on, or waits its turn.
   const unsigned start = static_cast<unsigned>(random_bits() & 31);
@@ -258,6 +277,7 @@ int block_barrier(const char* name, int value, const Place& at) {
   } else {
     block.arrived = 0;
     block.result = block.sum;
+    race_sync(block);
     progress();
     const size_t start = random_below(block.threads);
     for (unsigned k = 0; k < block.threads; ++k) {

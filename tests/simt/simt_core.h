@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "simt_race.h"
+
 struct uint3 {
   unsigned x, y, z;
 };
@@ -45,6 +47,7 @@ struct Copy {
   int bytes;
   bool read;
   unsigned group;
+  const void* at;  // in the code
   unsigned char data[16];
 };
 
@@ -58,11 +61,13 @@ struct Context {
 struct Fiber {
   Context context;
   uint3 thread;
-  unsigned number;  // within the block
+  unsigned number;    // within the block
+  unsigned together;  // among all that run together
   unsigned lane;
   Block* block;
   Warp* warp;
   bool started, finished;
+  bool in_hook;  // of simt_race.cpp, which the compiler believes to throw nothing
   // What it waits for, and what a warp collective reads and writes of it.
   const char* waits;
   Place at;
@@ -95,6 +100,7 @@ struct Mbarrier {
   unsigned count, pending;
   int64_t bytes;  // expected less those that came
   unsigned phases;
+  Clock past;
 };
 
 struct Block {
@@ -116,6 +122,7 @@ struct Block {
 struct Cluster {
   std::vector<Block*> blocks;
   unsigned alive, arrived, round;
+  Clock past, last_past;  // of those that have arrived, and of the round before
 };
 
 // 16 bytes on their way to the shared memory of a block of the cluster.
@@ -124,6 +131,7 @@ struct Store {
   unsigned char* to;
   uint64_t* barrier;
   uint32_t data[4];
+  Clock past;
 };
 
 // One launch.
@@ -160,6 +168,9 @@ inline size_t random_below(size_t n) { return random_bits() % n; }
 
 // Ends the launch with an error that names the op, the block and the thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+// The same from where nothing may be thrown: the stack is left as it is, its destructors do not run.
+[[noreturn]] void fail_in_hook(const std::string& message);
+[[noreturn]] void abandon();
 // The running fiber waits until somebody wakes it.
 void wait(const char* what, const Place& at);
 void wake(Fiber* fiber);
@@ -168,7 +179,8 @@ inline void progress() { machine.idle = 0; }
 // The running fiber asks for something that others may not have done yet: another one goes on. Without a name it is
 // the one asked for last.
 void poll(const char* what, const Place& at);
-// Another one goes on, now and then.
+// Another one goes on, at once or now and then.
+void yield_now();
 void maybe_yield();
 
 // All lanes of `mask` come to the same collective, each with its payload; the last one calls `complete`.

@@ -68,12 +68,13 @@ void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, uns
     f.thread = {n % machine.threads.x, n / machine.threads.x % machine.threads.y,
                 n / (machine.threads.x * machine.threads.y)};
     f.number = n;
+    f.together = next_fiber;
     f.lane = n % 32;
     f.block = &block;
     f.warp = &block.warps[n / 32];
     f.warp->lane[f.lane] = &f;
     f.warp->lanes |= 1u << f.lane;
-    f.started = f.finished = f.arrived = false;
+    f.started = f.finished = f.in_hook = f.arrived = false;
     f.waits = nullptr;
     f.payload = nullptr;
     f.copies.clear();
@@ -116,6 +117,7 @@ void run_together(const size_t* units, size_t count, unsigned size) {
     Cluster& cluster = *clusters[i];
     cluster.blocks.clear();
     cluster.alive = cluster.arrived = cluster.round = 0;
+    cluster.past = cluster.last_past = nullptr;
     const size_t unit = units[i];
     for (unsigned rank = 0; rank < size; ++rank) {
       const uint3 index = {static_cast<unsigned>(unit % wide) * size + rank,
@@ -124,6 +126,7 @@ void run_together(const size_t* units, size_t count, unsigned size) {
     }
   }
   machine.alive = next_fiber;
+  race_start(next_fiber);
   for (size_t i = machine.ready.size(); i > 1; --i) std::swap(machine.ready[i - 1], machine.ready[random_below(i)]);
   transfer(pick());
   if (machine.error.empty() && machine.alive > 0) {

@@ -16,6 +16,7 @@ void read_source(Copy& copy) {
 
 void arrive(Copy& copy) {
   if (!copy.read) read_source(copy);
+  race_write(copy.to, 16, copy.at);
   memcpy(copy.to, copy.data, 16);
 }
 
@@ -47,6 +48,7 @@ void take_arrival(Mbarrier& m, const Block& block, const char* what) {
     fail("%s: more arrivals at the mbarrier at offset %td than its count of %u", what, offset(block, m.word), m.count);
   }
   --m.pending;
+  race_release(m.past);
   settle(m);
 }
 
@@ -65,6 +67,7 @@ void deliver(size_t i) {
   Mbarrier& m = find(*store.block, "store_async_16", store.barrier);
   memcpy(store.to, store.data, 16);
   m.bytes -= 16;
+  race_merge(m.past, store.past);
   settle(m);
 }
 
@@ -87,6 +90,9 @@ void copy_async(void* shared, const void* global, int bytes) {
   copy.bytes = bytes;
   copy.read = false;
   copy.group = self.group;
+  copy.at = __builtin_return_address(0);
+  race_read(global, static_cast<size_t>(bytes), copy.at);
+  race_write(shared, 16, copy.at);
   if (random_bits() & 1) read_source(copy);
   memset(shared, kNaN, 16);
   self.copies.push_back(copy);
@@ -123,6 +129,8 @@ void end_round(Cluster& cluster) {
   if (cluster.alive == 0 || cluster.arrived < cluster.alive) return;
   cluster.arrived = 0;
   ++cluster.round;
+  cluster.last_past = cluster.past;
+  cluster.past = nullptr;
   progress();
   for (Block* block : cluster.blocks) {
     for (Fiber* f : block->fibers) {
@@ -159,6 +167,7 @@ void cluster_barrier_arrive() {
   self.arrived = true;
   self.arrived_round = cluster.round;
   ++cluster.arrived;
+  race_release(cluster.past);
   progress();
   end_round(cluster);
   maybe_yield();
@@ -169,6 +178,7 @@ void cluster_barrier_wait(const Place& at) {
   Fiber& self = *running;
   if (!self.arrived) fail("cluster_wait without cluster_arrive");
   if (self.arrived_round == self.block->cluster->round) wait("cluster_wait", at);
+  race_acquire(self.block->cluster->last_past);
   self.arrived = false;
 }
 
@@ -192,7 +202,7 @@ void barrier_init(uint64_t* word, unsigned arrivals) {
     if (m.word == word) fail("mbarrier_init: the mbarrier at offset %td exists already", offset(block, word));
   }
   *word = magic(word);
-  block.mbarriers.push_back({word, arrivals, arrivals, 0, 0});
+  block.mbarriers.push_back({word, arrivals, arrivals, 0, 0, nullptr});
   progress();
 }
 
@@ -227,6 +237,7 @@ bool barrier_done(uint64_t* word, unsigned parity, const Place& at) {
     if (!done()) return false;
   }
   running->waits = nullptr;
+  race_acquire(find(block, "mbarrier_done", word).past);
   return true;
 }
 
@@ -238,7 +249,9 @@ void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4])
   Block& other = peer("store_async_16", rank);
   auto* there = reinterpret_cast<uint64_t*>(other.shared + offset(own, word));
   find(other, "store_async_16", there);
-  Store store = {&other, other.shared + offset(own, p), there, {v[0], v[1], v[2], v[3]}};
+  Store store = {&other, other.shared + offset(own, p), there, {v[0], v[1], v[2], v[3]}, nullptr};
+  race_write(store.to, 16, __builtin_return_address(0));
+  race_release(store.past);
   // From now on nobody knows what is there, until the barrier says so.
   memset(store.to, kNaN, 16);
   machine.stores.push_back(store);

@@ -131,6 +131,7 @@ void warp_ldmatrix(int matrices, bool transposed, uint32_t* r, const void* row, 
   if (static_cast<int>(running->lane) < matrices * 8) {
     check_shared("ldmatrix", *running->block, row, 16, 16);
     check_read(row, 16);
+    race_read(row, 16, __builtin_return_address(0));
   }
   Ldmatrix payload = {r, row};
   if (matrices == 4) {

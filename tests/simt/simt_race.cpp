@@ -1,0 +1,288 @@
+// See simt_race.h. Empty without SIMT_RACE.
+#if defined(SIMT_RACE)
+
+#include "simt_race.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstring>
+#include <unordered_map>
+
+#include "simt_core.h"
+
+namespace simt {
+
+namespace {
+
+constexpr int kReaders = 4;  // that a byte remembers; of more, one is forgotten by chance
+constexpr uintptr_t kPage = 1024;
+
+struct Access {
+  uint32_t thread, clock;  // 0: none
+  const void* at;          // in the code
+};
+struct Cell {
+  Access writer;
+  Access readers[kReaders];
+};
+struct Page {
+  Cell cells[kPage];
+};
+
+// Of the thread of that number: what it has seen of others, and its own time.
+struct Time {
+  Clock seen;
+  uint32_t now;
+  Clock fenced;
+};
+
+std::vector<Time> times;
+std::vector<Fiber*> who;
+std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
+std::unordered_map<const void*, Clock> words;
+Page* last_page = nullptr;
+uintptr_t last_number = 0;
+
+Page& page_of(uintptr_t number) {
+  if (last_page != nullptr && last_number == number) return *last_page;
+  auto& page = pages[number];
+  if (page == nullptr) page.reset(new Page());
+  last_number = number;
+  return *(last_page = page.get());
+}
+
+bool seen(const Time& time, uint32_t self, const Access& access) {
+  return access.clock == 0 || access.thread == self || (*time.seen)[access.thread] >= access.clock;
+}
+
+void join(std::vector<uint32_t>& into, const std::vector<uint32_t>& other) {
+  for (size_t i = 0; i < into.size(); ++i) {
+    if (other[i] > into[i]) into[i] = other[i];
+  }
+}
+
+// All of `threads` have seen each other's past.
+template <class F>
+void sync(size_t count, F thread) {
+  auto all = std::make_shared<std::vector<uint32_t>>(times.size(), 0);
+  const void* last = nullptr;
+  for (size_t i = 0; i < count; ++i) {
+    const Time& time = times[thread(i)];
+    if (time.seen.get() != last) join(*all, *time.seen);  // neighbours mostly share it
+    last = time.seen.get();
+  }
+  for (size_t i = 0; i < count; ++i) {
+    Time& time = times[thread(i)];
+    uint32_t& own = (*all)[thread(i)];
+    if (time.now > own) own = time.now;
+  }
+  const Clock shared = all;
+  for (size_t i = 0; i < count; ++i) {
+    times[thread(i)].seen = shared;
+    ++times[thread(i)].now;
+  }
+}
+
+Clock past(uint32_t self, const Clock& more) {
+  auto result = std::make_shared<std::vector<uint32_t>>(*times[self].seen);
+  (*result)[self] = times[self].now;
+  if (more != nullptr) join(*result, *more);
+  return result;
+}
+
+// "file:line" by addr2line, where there is one: of the kernel, not of what it calls of the executor.
+std::string place(const void* at) {
+  Dl_info info;
+  if (dladdr(at, &info) == 0) return "?";
+  const auto offset = static_cast<const char*>(at) - static_cast<const char*>(info.dli_fbase) - 1;
+  std::string result = text("offset 0x%tx", offset);
+  FILE* pipe = popen(text("addr2line -i -e '%s' 0x%tx", info.dli_fname, offset).c_str(), "r");
+  char line[512];
+  while (pipe != nullptr && fgets(line, sizeof(line), pipe) != nullptr) {
+    line[strcspn(line, " \n")] = 0;
+    const char* slash = strrchr(line, '/');
+    if (slash == nullptr) continue;
+    result = slash + 1;
+    if (result.rfind("simt", 0) != 0 && result.rfind("cuda_device", 0) != 0) break;
+  }
+  if (pipe != nullptr) pclose(pipe);
+  return result;
+}
+
+[[noreturn]] void report(const unsigned char* p, const char* verb, const void* at, const char* other_verb,
+                         const Access& other) {
+  const Fiber& f = *who[other.thread];
+  std::string memory = "global memory";
+  for (const auto& block : blocks) {
+    if (!block->fibers.empty() && p >= block->shared && p < block->shared + machine.shared_bytes) {
+      memory = text("shared memory of block (%u, %u, %u), offset %td", block->index.x, block->index.y, block->index.z,
+                    offset(*block, p));
+    }
+  }
+  const std::string here = place(at), there = place(other.at);
+  fail_in_hook(
+      text("race: it %s (%s) %s what block (%u, %u, %u) thread (%u, %u, %u) %s (%s), and nothing orders the two", verb,
+           here.c_str(), memory.c_str(), f.block->index.x, f.block->index.y, f.block->index.z, f.thread.x, f.thread.y,
+           f.thread.z, other_verb, there.c_str()));
+}
+
+// Of the thread alone, or of the executor.
+bool own(const void* p) {
+  const char* stack = running->context.stack;
+  return (p >= stack && p < stack + running->context.stack_bytes) || (p >= &machine && p < &machine + 1);
+}
+
+void look(const void* p, size_t bytes, bool writes, const void* at) {
+  const uint32_t self = running->together;
+  const Time& time = times[self];
+  for (size_t i = 0; i < bytes; ++i) {
+    const auto address = reinterpret_cast<uintptr_t>(p) + i;
+    Cell& cell = page_of(address / kPage).cells[address % kPage];
+    const auto* byte = static_cast<const unsigned char*>(p) + i;
+    if (!seen(time, self, cell.writer)) report(byte, writes ? "writes" : "reads", at, "wrote", cell.writer);
+    if (writes) {
+      for (Access& reader : cell.readers) {
+        if (!seen(time, self, reader)) report(byte, "writes", at, "read", reader);
+        reader.clock = 0;
+      }
+      cell.writer = {self, time.now, at};
+    } else {
+      // In the place of a read that this one makes superfluous, of none, or of any.
+      int slot = -1;
+      for (int r = 0; r < kReaders && slot < 0; ++r) {
+        if (seen(time, self, cell.readers[r])) slot = r;
+      }
+      if (slot < 0) slot = static_cast<int>(random_below(kReaders));
+      cell.readers[slot] = {self, time.now, at};
+    }
+  }
+}
+
+void hook(const void* p, size_t bytes, bool writes, const void* at) {
+  if (running == nullptr || machine.cancelling || own(p)) return;
+  running->in_hook = true;
+  if (random_bits() % 32 == 0) yield_now();
+  look(p, bytes, writes, at);
+  running->in_hook = false;
+}
+
+}  // namespace
+
+void race_start(size_t threads) {
+  pages.clear();
+  words.clear();
+  last_page = nullptr;
+  const Clock none = std::make_shared<std::vector<uint32_t>>(threads, 0);
+  times.assign(threads, {none, 1, nullptr});
+  who.clear();
+  for (const auto& block : blocks) who.insert(who.end(), block->fibers.begin(), block->fibers.end());
+}
+
+void race_sync(Block& block) {
+  sync(block.fibers.size(), [&](size_t i) { return block.fibers[i]->together; });
+}
+void race_sync(Warp& warp, unsigned mask) {
+  uint32_t lanes[32];
+  size_t count = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) lanes[count++] = warp.lane[lane]->together;
+  }
+  sync(count, [&](size_t i) { return lanes[i]; });
+}
+
+void race_release(Clock& at) {
+  at = past(running->together, at);
+  ++times[running->together].now;
+}
+void race_acquire(const Clock& at) {
+  if (at == nullptr) return;
+  auto joined = std::make_shared<std::vector<uint32_t>>(*times[running->together].seen);
+  join(*joined, *at);
+  times[running->together].seen = joined;
+}
+void race_merge(Clock& at, const Clock& other) {
+  if (at == nullptr || other == nullptr) {
+    if (at == nullptr) at = other;
+    return;
+  }
+  auto joined = std::make_shared<std::vector<uint32_t>>(*at);
+  join(*joined, *other);
+  at = joined;
+}
+void race_release_word(const void* word, bool add) {
+  Clock& at = words[word];
+  if (!add) at = nullptr;
+  race_release(at);
+}
+void race_relaxed_word(const void* word, bool add) {
+  Clock& at = words[word];
+  if (!add) at = nullptr;
+  race_merge(at, times[running->together].fenced);
+}
+void race_acquire_word(const void* word) {
+  const auto found = words.find(word);
+  if (found != words.end()) race_acquire(found->second);
+}
+void race_fence() {
+  Clock past = nullptr;
+  race_release(past);
+  times[running->together].fenced = past;
+}
+void race_read(const void* p, size_t bytes, const void* at) { look(p, bytes, false, at); }
+void race_write(const void* p, size_t bytes, const void* at) { look(p, bytes, true, at); }
+
+}  // namespace simt
+
+// What the compiler calls.
+extern "C" {
+#define SIMT_HOOKS(bytes)                                                                                  \
+  void __tsan_read##bytes(void* p) { simt::hook(p, bytes, false, __builtin_return_address(0)); }           \
+  void __tsan_write##bytes(void* p) { simt::hook(p, bytes, true, __builtin_return_address(0)); }           \
+  void __tsan_unaligned_read##bytes(void* p) { simt::hook(p, bytes, false, __builtin_return_address(0)); } \
+  void __tsan_unaligned_write##bytes(void* p) { simt::hook(p, bytes, true, __builtin_return_address(0)); } \
+  void __tsan_volatile_read##bytes(void* p) { simt::hook(p, bytes, false, __builtin_return_address(0)); }  \
+  void __tsan_volatile_write##bytes(void* p) { simt::hook(p, bytes, true, __builtin_return_address(0)); }
+SIMT_HOOKS(1)
+SIMT_HOOKS(2)
+SIMT_HOOKS(4)
+SIMT_HOOKS(8)
+SIMT_HOOKS(16)
+void __tsan_read_range(void* p, size_t bytes) { simt::hook(p, bytes, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* p, size_t bytes) { simt::hook(p, bytes, true, __builtin_return_address(0)); }
+// In host code: reference counts.
+#define SIMT_ATOMICS(bits)                                                                                           \
+  int##bits##_t __tsan_atomic##bits##_load(const volatile int##bits##_t* p, int) {                                   \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                                     \
+  }                                                                                                                  \
+  void __tsan_atomic##bits##_store(volatile int##bits##_t* p, int##bits##_t v, int) {                                \
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                                        \
+  }                                                                                                                  \
+  int##bits##_t __tsan_atomic##bits##_exchange(volatile int##bits##_t* p, int##bits##_t v, int) {                    \
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                                              \
+  }                                                                                                                  \
+  int##bits##_t __tsan_atomic##bits##_fetch_add(volatile int##bits##_t* p, int##bits##_t v, int) {                   \
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                                               \
+  }                                                                                                                  \
+  int##bits##_t __tsan_atomic##bits##_fetch_sub(volatile int##bits##_t* p, int##bits##_t v, int) {                   \
+    return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST);                                                               \
+  }                                                                                                                  \
+  bool __tsan_atomic##bits##_compare_exchange_strong(volatile int##bits##_t* p, int##bits##_t* old, int##bits##_t v, \
+                                                     int, int) {                                                     \
+    return __atomic_compare_exchange_n(p, old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                        \
+  }                                                                                                                  \
+  bool __tsan_atomic##bits##_compare_exchange_weak(volatile int##bits##_t* p, int##bits##_t* old, int##bits##_t v,   \
+                                                   int, int) {                                                       \
+    return __atomic_compare_exchange_n(p, old, v, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                         \
+  }
+SIMT_ATOMICS(8)
+SIMT_ATOMICS(32)
+SIMT_ATOMICS(64)
+void __tsan_vptr_update(void*, void*) {}
+void __tsan_vptr_read(void*) {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+}
+
+#endif
