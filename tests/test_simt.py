@@ -177,6 +177,44 @@ def test_ldmatrix(ops: Any, matrices: int, transposed: bool) -> None:
             assert torch.equal(found[lane, m], matrix[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2])
 
 
+def test_part_of_a_copy_is_filled_with_zeros(ops: Any) -> None:
+    x = torch.arange(1, 17, dtype=torch.uint8)
+    assert torch.equal(ops.part_copies(x), x * (torch.arange(16) < torch.arange(17)[:, None]))
+
+
+@pytest.mark.parametrize("width", [32, 8])
+@pytest.mark.parametrize("argument", [0, 1, 5, 7])
+def test_shuffles(ops: Any, width: int, argument: int) -> None:
+    """As CUDA's programming guide has them: within groups of `width` lanes, the own value beyond."""
+    x = torch.randn(32)
+    lane = torch.arange(32)
+    first = lane // width * width
+    down, up = lane + argument, lane - argument
+    sources = [first + argument % width, lane ^ argument]
+    sources += [torch.where(down < first + width, down, lane), torch.where(up >= first, up, lane)]
+    for which, source in enumerate(sources):
+        assert torch.equal(ops.exchange(x, which, argument, width), x[source])
+
+
+@pytest.mark.parametrize("argument", [-9, 0, 9])
+def test_votes(ops: Any, argument: int) -> None:
+    votes = (x := torch.randn(32)) > argument
+    expected = [votes.sum().item(), votes.any().item(), votes.all().item()]
+    for which in range(6):
+        assert torch.equal(ops.exchange(x, 4 + which, argument, 32), torch.full((32,), float(expected[which % 3])))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding(ops: Any, dtype: torch.dtype) -> None:
+    """All 16-bit numbers, the middles between neighbours, and what lies just beside those."""
+    exact = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).float()
+    bits = exact.view(torch.int32)
+    beside = torch.cat([bits + i for i in (0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001)]).view(torch.float32)
+    for x in (beside, torch.randn(4096) * 2.0 ** torch.randint(-30, 20, (4096,))):
+        expected = x.to(dtype).float()
+        torch.testing.assert_close(ops.round_trip(x, dtype == torch.float16), expected, rtol=0, atol=0, equal_nan=True)
+
+
 # ---- clusters and grids ------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ is looked at by simt_race.cpp.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -82,14 +83,16 @@ def build(name: str, sources: Sequence[Path], sanitize: bool = False, race: bool
     lines += [f"build {output.name}: link {' '.join(objects)}", f"default {output.name}", ""]
     text = "\n".join(lines)
     script = folder / f"{name}.ninja"
-    if not script.exists() or script.read_text() != text:
-        script.write_text(text)
     import ninja
 
     command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(folder), "-f", script.name]
     if jobs := os.environ.get("MAX_JOBS"):
         command += ["-j", jobs]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    with (folder / "lock").open("w") as lock:  # several test processes may want it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not script.exists() or script.read_text() != text:
+            script.write_text(text)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"the kernels do not compile for the host executor:\n{result.stdout}{result.stderr}")
     return output

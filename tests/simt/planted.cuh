@@ -306,6 +306,45 @@ __global__ void ldmatrix_registers(const uint4* rows, uint32_t* r) {
   for (int m = 0; m < matrices; ++m) r[lane * matrices + m] = registers[m];
 }
 
+// The first i bytes of 16, for i = 0 ... 16: x (16), y (17, 16).
+__global__ void part_copies(const unsigned char* x, unsigned char* y) {
+  SK_SHARED(memory);
+  const int thread = static_cast<int>(threadIdx.x);
+  cp_async_16(memory + thread * 16, x, thread);
+  cp_async_commit();
+  cp_async_wait<0>();
+  for (int i = 0; i < 16; ++i) y[thread * 16 + i] = memory[thread * 16 + i];
+}
+
+// Of 32 values: which = 0 from a lane, 1 xor, 2 down, 3 up; 4 to 6 the votes (ballot, any, all) on value > argument;
+// 7 to 9 the same of a block by __syncthreads_count, _or, _and.
+__global__ void exchange_values(int which, int argument, int width, const float* x, float* y) {
+  const float v = x[threadIdx.x];
+  const unsigned lanes = static_cast<unsigned>(argument);
+  const int vote = v > static_cast<float>(argument);
+  float result = 0;
+  switch (which) {
+    case 0: result = __shfl_sync(~0u, v, argument, width); break;
+    case 1: result = __shfl_xor_sync(~0u, v, argument, width); break;
+    case 2: result = __shfl_down_sync(~0u, v, lanes, width); break;
+    case 3: result = __shfl_up_sync(~0u, v, lanes, width); break;
+    case 4: result = static_cast<float>(__popc(__ballot_sync(~0u, vote))); break;
+    case 5: result = static_cast<float>(__any_sync(~0u, vote)); break;
+    case 6: result = static_cast<float>(__all_sync(~0u, vote)); break;
+    case 7: result = static_cast<float>(__syncthreads_count(vote)); break;
+    case 8: result = static_cast<float>(__syncthreads_or(vote)); break;
+    case 9: result = static_cast<float>(__syncthreads_and(vote)); break;
+  }
+  y[threadIdx.x] = result;
+}
+
+// x (n) in float32, as T and back.
+template <class T>
+__global__ void round_trip(const float* x, float* y, int64_t n) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = widen(narrow<T>(x[i]));
+}
+
 // ---- misuse that has no right counterpart --------------------------------------------------------------------------
 
 // One block of 64 threads; by the number of the fault.

@@ -148,6 +148,38 @@ Tensor ldmatrix_op(const Tensor& rows, bool transposed) {
   return r;
 }
 
+Tensor part_copies_op(const Tensor& x) {
+  Tensor y = empty(x, {17, 16}, ScalarType::Byte);
+  LaunchShape shape;
+  shape.grid = dim3(1);
+  shape.block = dim3(17);
+  shape.shared_bytes = 17 * 16;
+  launch<const unsigned char*, unsigned char*>("part_copies", part_copies, shape, current_stream(x),
+                                               data<const unsigned char>(x), data<unsigned char>(y));
+  return y;
+}
+
+Tensor exchange_op(const Tensor& x, int64_t which, int64_t argument, int64_t width) {
+  Tensor y = empty(x, {32}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(1);
+  shape.block = dim3(32);
+  launch<int, int, int, const float*, float*>("exchange", exchange_values, shape, current_stream(x),
+                                              static_cast<int>(which), static_cast<int>(argument),
+                                              static_cast<int>(width), data<const float>(x), data<float>(y));
+  return y;
+}
+
+Tensor round_trip_op(const Tensor& x, bool half) {
+  Tensor y = empty(x, {x.numel()}, ScalarType::Float);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>((x.numel() + 255) / 256));
+  shape.block = dim3(256);
+  launch<const float*, float*, int64_t>("round_trip", half ? round_trip<Half> : round_trip<BFloat16>, shape,
+                                        current_stream(x), data<const float>(x), data<float>(y), x.numel());
+  return y;
+}
+
 Tensor misuse_op(const Tensor& x, int64_t which, int64_t shared, int64_t cluster) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(cluster));
@@ -190,6 +222,9 @@ SK_LIBRARY(SK_PLANTED, m) {
   m.def("last_block_sums(Tensor x, Tensor(a!) done, int fault) -> Tensor");
   m.def("mma(Tensor a, Tensor b, Tensor d, int kind) -> Tensor");
   m.def("ldmatrix(Tensor rows, bool transposed) -> Tensor");
+  m.def("part_copies(Tensor x) -> Tensor");
+  m.def("exchange(Tensor x, int which, int argument, int width) -> Tensor");
+  m.def("round_trip(Tensor x, bool half) -> Tensor");
   m.def("misuse(Tensor(a!) x, int which, int shared, int cluster) -> Tensor(a!)");
   m.def("residents(Tensor x, int threads, int shared, int cluster) -> (int, int)");
 }
@@ -203,6 +238,9 @@ STABLE_TORCH_LIBRARY_IMPL(SK_PLANTED, SK_CUDA_KEY, m) {
   m.impl("last_block_sums", TORCH_BOX(&seqkern::last_block_sums_op));
   m.impl("mma", TORCH_BOX(&seqkern::mma_op));
   m.impl("ldmatrix", TORCH_BOX(&seqkern::ldmatrix_op));
+  m.impl("part_copies", TORCH_BOX(&seqkern::part_copies_op));
+  m.impl("exchange", TORCH_BOX(&seqkern::exchange_op));
+  m.impl("round_trip", TORCH_BOX(&seqkern::round_trip_op));
   m.impl("misuse", TORCH_BOX(&seqkern::misuse_op));
   m.impl("residents", TORCH_BOX(&seqkern::residents_op));
 }
