@@ -72,6 +72,10 @@ struct Narrow<Half> {
 
 // ---- instructions --------------------------------------------------------------------------------------------------
 
+// a b, rounded: never one half of a multiply-add.
+SK_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
+SK_DEVICE double product(double a, double b) { return __dmul_rn(a, b); }
+
 // The block's dynamic shared memory, aligned to 128 bytes.
 #define SK_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 
