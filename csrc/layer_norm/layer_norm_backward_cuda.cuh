@@ -108,7 +108,7 @@ SK_DEVICE void store_part(unsigned char* memory, const Backward& p, const Team<A
 
 // Rows that fit the registers of a team, U units a thread; everything is aligned.
 template <class T, int U>
-__global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= 64 ? 2 : 1) backward_rows(Backward p) {
+__global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T) == 2 ? 96 : 64) ? 2 : 1) backward_rows(Backward p) {
   using A = acc_t<T>;
   constexpr int E = kElements<T>;
   SK_SHARED(memory);

@@ -25,8 +25,7 @@ constexpr int kUnitCounts[] = {8, 6, 4, 3, 2, 1};
 constexpr int most_units(Dtype dtype) { return dtype == Dtype::f32 ? 8 : 4; }
 
 constexpr int kWalkByWarp = 1024;  // columns up to which a row that is walked takes a warp
-constexpr int kForwardWarps = 4;   // rows of a block where each takes a warp
-constexpr int kBackwardWarps = 8;
+constexpr int kForwardWarps = 4;   // of a block where each has its own row
 constexpr int kForwardWaves = 64;  // at most so many blocks a multiprocessor; they then loop over the rows
 constexpr int kRowsPerTeam = 512;  // backward: longer sums in float32 would lose digits
 constexpr int64_t kMostPartsY = 65535;
@@ -185,11 +184,11 @@ void run_forward(const char* op, Dtype dtype, Forward& p, const Tensor& input) {
       });
       return any;
     };
+    const auto teams_of = [](int warps) { return warps == 1 ? kForwardWarps : 1; };
     const Plan plan =
-        plan_of(dtype, p.columns, p.aligned, norm_cuda::kForwardThreads, kForwardWarps, device.max_cluster, fits);
-    const int64_t rows_per_block = plan.by_warp ? plan.threads / 32 : 1;
-    const int64_t teams = std::min(ceil_div(p.rows, rows_per_block), std::max<int64_t>(1, most / plan.blocks));
-    p.by_warp = plan.by_warp;
+        plan_of(dtype, p.columns, p.aligned, norm_cuda::kForwardThreads, device.max_cluster, teams_of, fits);
+    const int64_t groups = std::min(ceil_div(p.rows, plan.teams), std::max<int64_t>(1, most / plan.blocks));
+    p.team_warps = plan.team_warps;
     p.blocks = plan.blocks;
     const LaunchShape shape{dim3(static_cast<unsigned>(groups * plan.blocks)), dim3(plan.threads()), shared,
                             plan.blocks};
@@ -295,10 +294,10 @@ void run_backward(const char* op, Dtype dtype, Backward& p, Sums& sums, const Te
       });
       return any;
     };
+    const auto teams_of = [](int warps) { return std::max(1, norm_cuda::kBackwardThreads / (32 * warps)); };
     const Plan plan =
-        plan_of(dtype, p.columns, p.aligned, norm_cuda::kBackwardThreads, kBackwardWarps, device.max_cluster, fits);
-    const int64_t teams = plan.by_warp ? plan.threads / 32 : 1;
-    p.by_warp = plan.by_warp;
+        plan_of(dtype, p.columns, p.aligned, norm_cuda::kBackwardThreads, device.max_cluster, teams_of, fits);
+    p.team_warps = plan.team_warps;
     p.blocks = plan.blocks;
     if (plan.units > 0) {
       const int64_t most = std::max<int64_t>(1, resident / plan.blocks);

@@ -306,6 +306,12 @@ struct Narrow<Half> {
 
 // ---- instructions --------------------------------------------------------------------------------------------------
 
+// Stored in between: the compiler cannot make a multiply-add of it.
+template <class A>
+A product(A a, A b) {
+  volatile A rounded = a * b;
+  return rounded;
+}
 inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(simt::offset(*simt::running->block, p)); }
 inline void cp_async_16(void* shared, const void* global, int bytes = 16) { simt::copy_async(shared, global, bytes); }
 inline void cp_async_commit() { simt::copy_commit(); }
