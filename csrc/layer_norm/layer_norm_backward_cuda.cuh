@@ -11,7 +11,7 @@
 // The idea. A team (layer_norm_row_cuda.cuh) walks the rows of a part, a fixed range of them; the raw words of s and dy
 // stay in registers from the sums to the gradients, and so do the team's sums for weight and bias: 24 registers a unit
 // of 16-bit elements, 16 of fp32, 32 of fp64. A block has at most 256 threads, two blocks a multiprocessor: the grid
-// fills the GPU once and each block writes its sums once for at most 512 rows a team (longer sums in float lose
+// fills the GPU once and each block writes its sums once for at most 128 rows a team (longer sums in float lose
 // digits). A block has as many teams as its threads allow, each with a row at a time; their sums are first added in
 // order by shared memory (32 KB at the most). reduce_parts then adds the parts in order: no atomics, the same bits
 // every run.
@@ -108,7 +108,8 @@ SK_DEVICE void store_part(unsigned char* memory, const Backward& p, const Team<A
 
 // Rows that fit the registers of a team, U units a thread; everything is aligned.
 template <class T, int U>
-__global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T) == 2 ? 96 : 64) ? 2 : 1) backward_rows(Backward p) {
+__global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T) == 2 ? 96 : 64) ? 2 : 1)
+    backward_rows(Backward p) {
   using A = acc_t<T>;
   constexpr int E = kElements<T>;
   SK_SHARED(memory);

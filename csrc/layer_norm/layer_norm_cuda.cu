@@ -27,7 +27,7 @@ constexpr int most_units(Dtype dtype) { return dtype == Dtype::f32 ? 8 : 4; }
 constexpr int kWalkByWarp = 1024;  // columns up to which a row that is walked takes a warp
 constexpr int kForwardWarps = 4;   // of a block where each has its own row
 constexpr int kForwardWaves = 64;  // at most so many blocks a multiprocessor; they then loop over the rows
-constexpr int kRowsPerTeam = 512;  // backward: longer sums in float32 would lose digits
+constexpr int kRowsPerTeam = 128;  // backward: longer sums in float32 would lose digits
 constexpr int64_t kMostPartsY = 65535;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -265,11 +265,12 @@ struct Sums {
 
   template <class A>
   void reduce(const char* op, const Backward& p, void* stream) {
-    if (p.parts == 1 || (p.weight_parts == nullptr && p.bias_parts == nullptr)) return;
+    const bool weight = grad_weight.numel() > 0, bias = grad_bias.numel() > 0;
+    if (p.parts == 1 || (!weight && !bias)) return;  // no parts, because no rows: zeros
     const Reduction reduction{p.weight_parts,
                               p.bias_parts,
-                              p.weight_parts ? grad_weight.mutable_data_ptr() : nullptr,
-                              p.bias_parts ? grad_bias.mutable_data_ptr() : nullptr,
+                              weight ? grad_weight.mutable_data_ptr() : nullptr,
+                              bias ? grad_bias.mutable_data_ptr() : nullptr,
                               p.parts,
                               p.columns};
     constexpr int kThreads = norm_cuda::kReduceWidth * norm_cuda::kReduceRows;

@@ -33,6 +33,12 @@ namespace seqkern {
 namespace norm_cuda {
 
 constexpr int kForwardThreads = 256;
+// Blocks of so many threads that a multiprocessor holds at least: 80, 128 or 255 registers a thread, the fewest that
+// spill on no architecture.
+template <class T, int U>
+constexpr int kForwardBlocks = U <= 2 || kRowBytes<T, U> <= 48 ? 3
+                               : U <= 6                        ? 2
+                                                               : 1;
 
 struct Forward {
   const void *input, *residual, *weight, *bias;  // null: no residual, no weight, no bias
@@ -89,7 +95,7 @@ SK_DEVICE void affine(const Forward& p, int64_t column, int count, bool aligned,
 
 // Rows that fit the registers of a team, U units a thread; everything is aligned.
 template <class T, int U>
-__global__ void __launch_bounds__(kForwardThreads, kRowBytes<T, U> <= 64 ? 3 : 2) forward_rows(Forward p) {
+__global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward_rows(Forward p) {
   using A = acc_t<T>;
   constexpr int E = kElements<T>;
   SK_SHARED(memory);
@@ -197,7 +203,7 @@ __global__ void __launch_bounds__(kForwardThreads, kRowBytes<T, U> <= 64 ? 3 : 2
 // columns, a unit a thread; one reading is enough when it lies within half a standard deviation of the mean, else it
 // is corrected and the row read again. A thread reads back only what it wrote itself.
 template <class T>
-__global__ void __launch_bounds__(kForwardThreads) forward_walk(Forward p) {
+__global__ void __launch_bounds__(kForwardThreads, 4) forward_walk(Forward p) {
   using A = acc_t<T>;
   constexpr int E = kElements<T>;
   constexpr int kFold = 16;  // units: no number is added to more than some tens of others on a level
