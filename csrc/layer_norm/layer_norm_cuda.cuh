@@ -67,10 +67,10 @@ constexpr float kLargeVariance = 3e38f;  // beyond: its squares may have overflo
 
 constexpr float kFit = 0x1p-80f;  // the squares of d kFit then cannot
 
-// Of the mean of (d fit)^2, where the mean of d is `shift`. Not fmax: NaN has to stay.
+// Not fmax: NaN has to stay.
 template <class A>
-SK_DEVICE A variance_of(A mean_square, A shift, A fit) {
-  const A variance = mean_square - (shift * fit) * (shift * fit);
+SK_DEVICE A variance_of(A mean_square, A mean) {
+  const A variance = mean_square - mean * mean;
   return variance < A(0) ? A(0) : variance;
 }
 template <class A>
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward
   constexpr int E = kElements<T>;
   SK_SHARED(memory);
   Team<A> team(memory, p.team_warps, p.blocks);
-  const A inverse = static_cast<A>(p.inverse);
+  const A n = static_cast<A>(p.columns), inverse = static_cast<A>(p.inverse);
   const bool centred = p.mean != nullptr;
   const uint64_t seed = p.dropout.seed != nullptr ? static_cast<uint64_t>(*p.dropout.seed) : 0;
   const int first = team.thread * E, step = team.threads * E, columns = static_cast<int>(p.columns);
@@ -163,23 +163,26 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward
       moments[1] += sum_of(square);
     }
     team.sum(moments);
-    const A n = static_cast<A>(p.columns);
-    const A shift = centred ? moments[0] / n : A(0);  // divided: exact where all are equal
     A fit = 1;
     if (sizeof(A) == 4 && !(moments[1] / n <= A(kLargeVariance))) {
       fit = A(kFit);
-      A squares[1] = {0};
+      moments[0] = moments[1] = 0;
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        A square[E];
+        A d[E], square[E];
 #pragma unroll
-        for (int i = 0; i < E; ++i) square[i] = (s[u][i] * fit) * (s[u][i] * fit);
-        squares[0] += sum_of(square);
+        for (int i = 0; i < E; ++i) {
+          d[i] = s[u][i] * fit;
+          square[i] = d[i] * d[i];
+        }
+        moments[0] += sum_of(d);
+        moments[1] += sum_of(square);
       }
-      team.sum(squares);
-      moments[1] = squares[0];
+      team.sum(moments);
     }
-    const A rstd = rstd_of(variance_of(moments[1] / n, shift, fit), fit, static_cast<A>(p.eps));
+    // Divided: exact where all are equal. In units of 1 / fit.
+    const A mean_d = centred ? moments[0] / n : A(0), shift = mean_d / fit;
+    const A rstd = rstd_of(variance_of(moments[1] / n, mean_d), fit, static_cast<A>(p.eps));
     if (team.thread == 0) {
       if (centred) static_cast<A*>(p.mean)[row] = mean + shift;
       static_cast<A*>(p.rstd)[row] = rstd;
@@ -255,8 +258,8 @@ __global__ void __launch_bounds__(kForwardThreads, 4) forward_walk(Forward p) {
         load_upto(x + column, count, p.aligned, d);
 #pragma unroll
         for (int i = 0; i < E; ++i) {
-          d[i] = i < count ? d[i] - mean : A(0);
-          square[i] = (d[i] * fit) * (d[i] * fit);
+          d[i] = i < count ? (d[i] - mean) * fit : A(0);
+          square[i] = d[i] * d[i];
         }
         part[0] += sum_of(d);
         part[1] += sum_of(square);
@@ -269,13 +272,17 @@ __global__ void __launch_bounds__(kForwardThreads, 4) forward_walk(Forward p) {
       moments[0] += part[0];
       moments[1] += part[1];
       team.sum(moments);
-      shift = centred ? moments[0] / n : A(0);
-      variance = variance_of(moments[1] / n, shift, fit);
+      const A mean_d = centred ? moments[0] / n : A(0);
+      variance = variance_of(moments[1] / n, mean_d);
+      shift = mean_d / fit;
       if (reading == 2) break;
-      const bool overflowed = sizeof(A) == 4 && fit == A(1) && !(moments[1] / n <= A(kLargeVariance));
-      if (!overflowed && A(4) * (shift * fit) * (shift * fit) <= variance) break;
-      if (overflowed) fit = A(kFit);
-      mean += shift;
+      if (sizeof(A) == 4 && fit == A(1) && !(moments[1] / n <= A(kLargeVariance))) {
+        fit = A(kFit);
+      } else if (A(4) * mean_d * mean_d <= variance) {
+        break;
+      } else {
+        mean += shift;
+      }
     }
     const A rstd = rstd_of(variance, fit, static_cast<A>(p.eps));
     if (team.thread == 0) {
