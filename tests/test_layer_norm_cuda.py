@@ -89,7 +89,9 @@ class Problem:
             there(self.grad_output), there(self.grad_sum), input if residual is None else total, mean, rstd, weight,
             seed, self.dropout_p, self.centred, *self.needs,
         )  # fmt: skip
-        assert all(a is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, tensors, strict=True))
+        assert all(
+            a is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, tensors, strict=True)
+        )
         return {name: t.cpu() for name, t in zip(RESULTS, (*forward, *backward), strict=True)}
 
     def exact(self, total: Tensor, eps: float = 1e-5) -> dict[str, Tensor]:
@@ -154,14 +156,21 @@ def check_error_rule(device: str, columns: tuple[int, ...] = (1, 3, 63, 64, 65, 
 
 
 def check_wide(device: str) -> None:
-    """Rows for one block, for several, and beyond: what the device's limits make of them."""
+    """Rows for one block."""
     for dtype in FLOATS:
-        for columns in (1536, 5120, BLOCK[dtype], BLOCK[dtype] + 8, 2 * BLOCK[dtype] + 1000, 3 * BLOCK[dtype] + 3):
-            for rows, centred in ((3, True), (1, False)):
-                p = 0.25 if centred else None
-                Problem(rows, columns, dtype, residual=centred, dropout_p=p, centred=centred).check(
-                    device, dtype, columns, centred
-                )
+        wide(device, dtype, (1536, 5120, BLOCK[dtype]))
+
+
+def check_widest(device: str) -> None:
+    """Rows for several blocks, or beyond: what the device's limits make of them."""
+    for dtype in FLOATS:
+        wide(device, dtype, (BLOCK[dtype] + 8, 2 * BLOCK[dtype] + 1000, 3 * BLOCK[dtype] + 3))
+
+
+def wide(device: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    for columns, (rows, centred) in itertools.product(lengths, ((3, True), (1, False))):
+        problem = Problem(rows, columns, dtype, residual=centred, dropout_p=0.25 if centred else None, centred=centred)
+        problem.check(device, dtype, columns, centred)
 
 
 def check_options(device: str) -> None:
@@ -196,7 +205,7 @@ def check_layouts(device: str) -> None:
             lambda t: torch.stack([t, t], 1).flatten(0, 1)[::2],
             lambda t: t.t().contiguous().t(),
             lambda t: torch.cat([t[:, :1], t], 1)[:, 1:],
-            lambda t: torch.cat([t, t], 1).as_strided(t.shape, (2 * columns, 1)),
+            lambda t: torch.cat([t, t], 1).as_strided(t.shape, (2 * t.size(1), 1)),
         ):
             other = Problem(6, columns, dtype, residual=True)
             for name in ("input", "residual", "grad_output", "grad_sum"):
@@ -335,38 +344,31 @@ def check_digest(device: str) -> None:
 
 
 CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
-QUICK = ["check_options", "check_layouts", "check_same_mask", "check_rows_alone", "check_refusals", "check_digest"]
 HERE = Path(__file__)
 
 
 # ---- in the host executor ------------------------------------------------------------------------------------------
+# A process runs the checks that it is told, and changes the executor's limits where it is told `limit=value`.
+
+WIDE = ["check_wide", "check_widest", "arch=80", "check_widest", "arch=90", "cluster=2", "check_widest"]
 
 
 def test_executor_error_rule(simt):
     simt(HERE, "check_error_rule", seed=1)
 
 
-def test_executor_every_option(simt):
-    simt(HERE, *QUICK, seed=2)
+def test_executor_options_and_wide_rows(simt):
+    quick = ["check_options", "check_layouts", "check_same_mask", "check_rows_alone", "check_refusals"]
+    simt(HERE, *quick, *WIDE, seed=2)
 
 
-@pytest.mark.parametrize("limits", [{}, {"arch": 80}, {"cluster": 2}], ids=["clusters", "sm_80", "pairs"])
-def test_executor_wide_rows(limits, simt):
-    simt(HERE, "check_wide", seed=3, **limits)
-
-
-def test_executor_numbers(simt):
-    simt(HERE, "check_numbers", seed=4, sanitize=False)
-
-
-@pytest.mark.parametrize("multiprocessors", [1, 4])
-def test_executor_many_rows(multiprocessors, simt):
-    simt(HERE, "check_many_rows", seed=5, multiprocessors=multiprocessors, sanitize=False)
-
-
-def test_executor_same_bits_for_every_schedule(simt):
-    digests = {simt(HERE, "check_digest", seed=seed, sanitize=False) for seed in (1, 2, 3)}
-    assert len(digests) == 1
+def test_executor_numbers_and_bits(simt):
+    """The same bits for every schedule."""
+    digests = ["seed=1", "check_digest", "seed=2", "check_digest", "seed=3", "check_digest"]
+    rows = ["check_many_rows", "multiprocessors=1", "check_many_rows"]
+    lines = simt(HERE, "check_numbers", *rows, *digests, sanitize=False).split()
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
 
 
 @pytest.mark.slow
@@ -395,6 +397,10 @@ def test_gpu_same_bits_every_run(capsys):
 if __name__ == "__main__":
     assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
     with poison():
-        for chosen in sys.argv[1:]:
-            torch.manual_seed(0)
-            CHECKS[chosen]("cpu")
+        for word in sys.argv[1:]:
+            if "=" in word:
+                limit, value = word.split("=")
+                os.environ[f"SEQKERN_SIMT_{limit.upper()}"] = value
+            else:
+                torch.manual_seed(0)
+                CHECKS[word]("cpu")
