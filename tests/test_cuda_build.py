@@ -39,7 +39,17 @@ class Budget:
 
 
 # The first line that matches counts. A kernel without one fails: its author states here what it was designed for.
-BUDGETS: list[Budget] = []
+BUDGETS: list[Budget] = [
+    # Norms: blocks of 256 threads, so 128 registers let two of them be on a multiprocessor, 80 three.
+    Budget(r"norm_cuda::forward_rows<\w+, [12]>", 80),
+    Budget(r"norm_cuda::forward_rows<\w+, [346]>", 128),
+    Budget(r"norm_cuda::forward_rows<float, 8>", 160),
+    Budget(r"norm_cuda::backward_rows<(\w+, [12]|(BFloat16|Half|float), 3|float, 4)>", 128),
+    Budget(r"norm_cuda::backward_rows<\w+, [3468]>", 240),
+    Budget(r"norm_cuda::forward_walk<\w+>", 64),
+    Budget(r"norm_cuda::backward_(walk|columns)<\w+>", 96),
+    Budget(r"norm_cuda::reduce_parts<\w+>", 48),
+]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,19 @@
 //
 //   row                             team               read twice
 //   up to 1024 columns (512 fp64)   a warp of 4        no
-//   up to 16384 (8192 fp64)         a block            no
+//   up to 8192 (4096 fp64)          a block            no
 //   up to 16 times that             a cluster, sm_90   no: each block holds a slice, sums by distributed shared memory
 //   beyond, or not in 16-byte units a warp or a block  yes: forward_walk, from the cache as far as that holds it
 //
 // Registers: 8 floats a unit (4 of fp32), so 32 a thread at the most, and as many raw words again of 16-bit input and
 // residual while they are read. Shared memory: the totals of a team, under 2 KB. Bytes: the row in, the row out, and
-// with a residual two in and two out; 8 FLOP an element, so the floor is the copy of those bytes: for 4096 x 4096 bf16
-// 67 MB. Dropout adds 7 rounds of Philox for every 4 elements, about 25 integer operations an element.
+// with a residual two in and two out; 8 FLOP an element, so the floor is the copy of those bytes: 67 MB for 4096 x 4096
+// bf16, 14 us at 4.8 TB/s. Dropout adds 7 rounds of Philox for every 4 elements, about 25 integer operations an
+// element; they are drawn while the row is on its way and kept as one word of bits.
+//
+// What was tried, judged by the compiler's register report for sm_90 (no GPU speed has been measured yet): blocks of up
+// to 512 threads, two a multiprocessor, so 64 registers: 4 units spill 16 to 192 bytes; three blocks of 256, so 80: 4
+// units of fp16 spill 8, 6 of fp32 16.
 //
 // Squares that overflow (elements beyond 1e19) are taken once more of d 2^-80: rare, and a branch that the whole team
 // takes.
@@ -36,9 +41,7 @@ constexpr int kForwardThreads = 256;
 // Blocks of so many threads that a multiprocessor holds at least: 80, 128 or 255 registers a thread, the fewest that
 // spill on no architecture.
 template <class T, int U>
-constexpr int kForwardBlocks = U <= 2 || kRowBytes<T, U> <= 48 ? 3
-                               : U <= 6                        ? 2
-                                                               : 1;
+constexpr int kForwardBlocks = U <= 2 || kRowBytes<T, U> <= 48 ? 3 : (U <= 6 ? 2 : 1);
 
 struct Forward {
   const void *input, *residual, *weight, *bias;  // null: no residual, no weight, no bias
