@@ -75,10 +75,11 @@ class Problem:
     def run(self, ops: object, device: str = "cpu", eps: float = 1e-5) -> dict[str, Tensor]:
         """Forward, then backward with what forward gave."""
 
-        def there(t: Tensor | None) -> Tensor | None:
-            if t is None or device == "cpu":
-                return t
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+        def there(t: Tensor | None) -> Tensor | None:  # with its strides and its place in memory
+            if t is None:
+                return None
+            memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
+            return memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
         tensors = [there(t) for t in (self.input, self.residual, self.weight, self.bias, self.seed)]
         input, residual, weight, bias, seed = tensors
