@@ -372,6 +372,15 @@ def test_executor_numbers_and_bits(simt):
     assert len(set(lines)) == 1
 
 
+def test_executor_finds_no_race(simt):
+    simt(HERE, "check_digest", seed=7, race=True)
+
+
+@pytest.mark.slow
+def test_executor_finds_no_race_anywhere(simt):
+    simt(HERE, *CHECKS, seed=8, race=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("limits", [{}, {"arch": 80}, {"multiprocessors": 1}], ids=str)
