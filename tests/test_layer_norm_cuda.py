@@ -147,7 +147,7 @@ def check_error_rule(device: str, columns: tuple[int, ...] = (1, 3, 63, 64, 65, 
     """Through the public functions and their gradients, against the reference and torch."""
     with seqkern.use_backend("cuda"):
         for dtype, n in itertools.product(FLOATS, columns):
-            rows = 65 if n < 300 else 9
+            rows = 33 if n < 300 else 5
             cases = [layer_norm_case(rows, n), add_layer_norm_case(rows, n, dropout_p=0.3)]
             if not (n == 1 and dtype == torch.float64):  # torch rounds one column just as the oracle does
                 cases += [layer_norm_case(rows, n, centred=False)]
@@ -260,7 +260,7 @@ def check_same_mask(device: str) -> None:
 
 def check_numbers(device: str) -> None:
     """Means far from zero, constant rows, squares that overflow, NaN and infinity."""
-    for columns, dtype in itertools.product((64, 65, 1024, 2000, 20000), (torch.float32, torch.float64)):
+    for columns, dtype in itertools.product((64, 65, 2000, 20000), (torch.float32, torch.float64)):
         about = (columns, dtype)
         for mean in (1e2, 1e4, -1e6):
             Problem(3, columns, dtype, mean=mean).check(device, *about, mean)
