@@ -1,0 +1,124 @@
+// Which tier of the persistent scans serves a problem on a device, and how it divides the work: block, cluster, grid,
+// or none of them (then the layer goes step by step, kernels/rnn.py). Host code.
+//
+// Chosen by the limits of the device and what its occupancy queries say. Nothing but the number of teams depends on the
+// batch: the order of every sum, and so every bit of a result, is the same whatever else is in the batch.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "cuda_launch.h"
+#include "rnn_cell_cuda.cuh"
+#include "rnn_team_cuda.cuh"
+
+namespace seqkern {
+
+struct RnnPlanRequest {
+  const char* op;
+  int hidden, cell, element;  // element: bytes
+  int tiles, planes;          // forward: (G, 1), backward: (1, G)
+  bool norm;
+  std::string tier;    // "auto", or the only one that may serve
+  const void* kernel;  // for the occupancy queries
+};
+
+struct RnnPlan {
+  bool served = false;
+  RnnTeamShape shape{};
+  int resident = 0;  // teams of the grid tier that the device holds at once
+  std::string why;   // a sentence
+};
+
+constexpr int kRnnWarps = 8;  // of a block, at most
+constexpr int kRnnRows = 8;   // of a tile of the batch
+
+inline const char* rnn_tier_name(RnnTier tier) {
+  return tier == RnnTier::block ? "block" : tier == RnnTier::cluster ? "cluster" : "grid";
+}
+
+inline RnnTeamShape rnn_shape(const RnnPlanRequest& r, RnnTier tier, int blocks, int groups) {
+  const int units = blocks * groups * kRnnGroup, chunk = 64 / r.element;
+  const int chunks = r.planes * ((units + chunk - 1) / chunk);
+  int parts = 1;
+  while (2 * parts * groups <= kRnnWarps && 2 * parts <= chunks) parts *= 2;
+  return rnn_team_shape(tier, r.hidden, blocks, groups, parts, r.element, r.tiles, r.planes, kRnnRows / 8, r.norm);
+}
+
+inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
+  LaunchShape launch;
+  launch.grid = dim3(static_cast<unsigned>(teams * s.blocks));
+  launch.block = dim3(static_cast<unsigned>(32 * s.groups * s.parts));
+  launch.shared_bytes = static_cast<size_t>(s.shared_bytes);
+  launch.cluster = s.tier == RnnTier::cluster ? s.blocks : 1;
+  launch.all_resident = s.tier == RnnTier::grid;
+  return launch;
+}
+
+inline std::string rnn_describe(const RnnTeamShape& s, int element, int tiles) {
+  const int held = std::min(s.per_warp, rnn_held(element, tiles));
+  return std::string(rnn_tier_name(s.tier)) + ": teams of " + std::to_string(s.blocks) + " blocks of " +
+         std::to_string(s.groups * s.parts) + " warps, " + std::to_string(s.groups * kRnnGroup) +
+         " units a block, k in " + std::to_string(s.parts) + " parts, " + std::to_string(held) + " of " +
+         std::to_string(s.per_warp) + " chunks of weights in registers, " + std::to_string(s.shared_bytes) +
+         " bytes of shared memory";
+}
+
+inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
+  SK_CHECK(r.tier == "auto" || r.tier == "block" || r.tier == "cluster" || r.tier == "grid", r.op,
+           ": tier must be \"auto\", \"block\", \"cluster\" or \"grid\", got \"", r.tier, "\"");
+  RnnPlan plan;
+  const auto asked = [&](const char* tier) { return r.tier == "auto" || r.tier == tier; };
+  const auto fits = [&](const RnnTeamShape& s) { return s.shared_bytes <= device.shared_per_block; };
+  const auto serve = [&](const RnnTeamShape& s) {
+    plan.served = true;
+    plan.shape = s;
+    plan.why = rnn_describe(s, r.element, r.tiles);
+  };
+  const int groups = (r.hidden + kRnnGroup - 1) / kRnnGroup;
+  std::string reasons;
+
+  if (asked("block")) {
+    if (groups <= kRnnWarps) {
+      const RnnTeamShape s = rnn_shape(r, RnnTier::block, 1, groups);
+      if (fits(s)) return serve(s), plan;
+      reasons += "; one block would need " + std::to_string(s.shared_bytes) + " bytes of shared memory";
+    } else {
+      reasons += "; one block has warps for 128 units";
+    }
+  }
+
+  if (asked("cluster")) {
+    // The fewest blocks that hold all weights in registers, else as many as there may be.
+    RnnTeamShape best{};
+    for (int blocks = 2; blocks <= device.max_cluster && (blocks == 2 || blocks < 2 * groups); blocks *= 2) {
+      const int own = (groups + blocks - 1) / blocks;
+      if (own > kRnnWarps) continue;
+      const RnnTeamShape s = rnn_shape(r, RnnTier::cluster, blocks, own);
+      if (!fits(s) || resident_clusters(r.op, r.kernel, rnn_launch_shape(s, 1)) < 1) continue;
+      best = s;
+      if (s.per_warp <= rnn_held(r.element, r.tiles)) break;
+    }
+    if (best.blocks > 0) return serve(best), plan;
+    reasons += device.max_cluster < 2 ? "; the device has no clusters" : "; no cluster holds the weights";
+  }
+
+  if (asked("grid")) {
+    for (int own = 1; own <= kRnnWarps; ++own) {
+      const RnnTeamShape s = rnn_shape(r, RnnTier::grid, (groups + own - 1) / own, own);
+      if (!fits(s) || s.blocks > 64 * device.multiprocessors) continue;
+      const int room = device.multiprocessors * resident_blocks(r.op, r.kernel, rnn_launch_shape(s, 1));
+      if (s.blocks > room) continue;
+      plan.resident = room / s.blocks;
+      return serve(s), plan;
+    }
+    reasons += "; the whole device does not hold the weights";
+  }
+  plan.why = "none: " + (reasons.empty() ? reasons : reasons.substr(2));
+  return plan;
+}
+
+// Of the backward scan: rnn_backward_cuda.cu.
+__attribute__((weak)) RnnPlan rnn_plan_backward(const Tensor& w_hh, int cell, bool norm, const std::string& tier);
+
+}  // namespace seqkern

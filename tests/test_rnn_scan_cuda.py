@@ -1,0 +1,229 @@
+"""The recurrent scan in CUDA C++, forward: `seqkern_cuda::rnn_scan_fwd` itself, in the host executor.
+
+Against the reference in float64, by the error rule; in the place of torch stands the reference in float32 that rounds
+where the kernels do. Every tier is forced, with devices made small enough (SEQKERN_SIMT_*). The executor's library is loaded
+into a process of its own: this file, run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from seqkern import reference
+from seqkern.testing import compare, poison
+
+LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
+GATES, KEPT = (4, 3, 1, 1), (4, 4, 1, 1)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+CLUSTER = {"shared": 40 << 10}
+GRID = {"multiprocessors": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of the op."""
+
+    cell: int = LSTM
+    steps: int = 3
+    batch: int = 3
+    hidden: int = 7
+    directions: int = 1
+    reverse: bool = False
+    dtype: torch.dtype = F32
+    bias: bool = True
+    lengths: bool = False
+    resets: bool = False
+    mask: bool = False
+    norm: bool = False
+    zoneout: tuple[float, float] = (0.0, 0.0)
+    training: bool = True
+    keep: bool = True
+    in_place: bool = True  # the gates take the memory of x
+    wide: bool = True  # x, h0 and c0 in float32
+    scale: float = 1.0  # of x
+    tier: str = "auto"
+
+
+Tensors = dict[str, Any]
+
+
+def build(case: Case, seed: int) -> Tensors:
+    """What both kernels get: x (D, T, B, G H) without biases, the biases apart, the rest by its name."""
+    generator = torch.Generator().manual_seed(seed)
+    t, b, h, d, g = case.steps, case.batch, case.hidden, case.directions, GATES[case.cell]
+
+    def tensor(*shape: int, scale: float = 1.0) -> torch.Tensor:  # of numbers that every dtype has
+        return (torch.randn(shape, generator=generator) * scale).to(case.dtype)
+
+    norm = None
+    if case.norm:
+        norm = torch.randn((d, 2 * g * h + (2 * h if case.cell == LSTM else 0)), generator=generator) * 0.5
+        norm[:, : g * h] += 1.0
+    return {
+        "x": tensor(d, t, b, g * h, scale=case.scale),
+        "w_hh": tensor(d, g * h, h, scale=h**-0.5),
+        "b_hh": tensor(d, g * h) if case.bias else None,
+        "h0": tensor(d, b, h),
+        "c0": tensor(d, b, h) if case.cell == LSTM else None,
+        "norm": norm,
+        "lengths": torch.randint(0, t + 1, (b,), generator=generator) if case.lengths else None,
+        "resets": torch.rand((t, b), generator=generator) < 0.3 if case.resets else None,
+        "mask": (torch.rand((d, b, h), generator=generator) < 0.7) / 0.7 if case.mask else None,
+        "seed": torch.tensor([seed]) if any(case.zoneout) and case.training else None,
+    }
+
+
+def ours(case: Case, tensors: Tensors) -> dict[str, torch.Tensor]:
+    t, b, h, d, g, r = case.steps, case.batch, case.hidden, case.directions, GATES[case.cell], KEPT[case.cell]
+    wide = F32 if case.wide else case.dtype
+    memory = tensors["x"].to(wide, copy=True)
+    with poison():
+        gates = memory if g == r and case.in_place and case.wide else memory.new_empty((d, t, b, r * h), dtype=F32)
+        output = memory.new_empty((t, b, d * h), dtype=case.dtype)
+        cells = torch.empty((d, t, b, h)) if case.cell == LSTM else None
+        products = torch.empty((d, t, b, g * h)) if case.norm else None
+        bias = tensors["b_hh"]
+        if bias is not None and case.cell == GRU:  # r, z, n of x, n of h
+            bias = torch.cat([bias[:, : 2 * h], torch.zeros(d, h), bias[:, 2 * h :]], 1)
+        kept = (cells, gates, products) if case.keep else (None,) * 3
+        h_n, c_n = torch.ops.seqkern_cuda.rnn_scan_fwd(
+            memory, tensors["w_hh"], None if bias is None else bias.float(), tensors["norm"], tensors["lengths"],
+            None if tensors["resets"] is None else tensors["resets"].view(torch.uint8), tensors["mask"],
+            tensors["seed"], tensors["h0"].to(wide), None if tensors["c0"] is None else tensors["c0"].to(wide),
+            *case.zoneout, 1e-5, case.cell, case.reverse, output, *kept, case.tier,
+        )  # fmt: skip
+    results = {"output": output, "h_n": h_n, "c_n": c_n}
+    if case.keep:
+        results |= {"cells": cells, "gates": gates, "products": products}
+    return {name: each for name, each in results.items() if each is not None}
+
+
+def by_reference(case: Case, tensors: Tensors, rounded: bool) -> dict[str, torch.Tensor]:
+    """The reference in float64, or in float32 with h rounded on its way into the product, as the kernels do it."""
+    wide = F32 if rounded else torch.float64
+    products = []
+
+    def linear(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        products.append((h.to(case.dtype).to(wide) if rounded else h) @ weight.t())
+        return products[-1]
+
+    def each(name: str) -> list[torch.Tensor]:
+        return [] if tensors[name] is None else list(tensors[name].to(wide))
+
+    x = tensors["x"].to(wide)
+    c0 = None if tensors["c0"] is None else tensors["c0"].to(wide)
+    with mock.patch.object(torch.nn.functional, "linear", linear):
+        results = reference.rnn(
+            x.permute(1, 2, 0, 3).flatten(2), tensors["h0"].to(wide), c0, [], each("w_hh"), [], each("b_hh"), [], [],
+            each("norm"), tensors["lengths"], tensors["resets"], tensors["mask"], tensors["seed"], *case.zoneout, 1e-5,
+            case.cell, case.reverse,
+        )  # fmt: skip
+    named = dict(zip(("output", "h_n", "c_n", "cells"), results, strict=False))
+    if case.steps:  # in the order of time
+        runs = torch.stack(products).unflatten(0, (case.directions, case.steps))
+        named["products"] = torch.stack([run.flip(0) if case.reverse or d == 1 else run for d, run in enumerate(runs)])
+    else:
+        named["products"] = x
+    named["gates"] = gates_of(case, x, named["products"], each("b_hh"), each("norm"))
+    return named
+
+
+def gates_of(
+    case: Case, x: torch.Tensor, products: torch.Tensor, bias: list[torch.Tensor], norm: list[torch.Tensor]
+) -> torch.Tensor:
+    width, gates = products.shape[-1], []
+    for d, z in enumerate(products):
+        if norm:
+            z = torch.nn.functional.layer_norm(z, (width,), norm[d][:width], norm[d][width : 2 * width], 1e-5)
+        z = z + bias[d] if bias else z
+        if case.cell == GRU:
+            h = case.hidden
+            r, u = (x[d] + z)[..., : 2 * h].sigmoid().chunk(2, -1)
+            gates.append(torch.cat([r, u, (x[d][..., 2 * h :] + r * z[..., 2 * h :]).tanh(), z[..., 2 * h :]], -1))
+        elif case.cell == LSTM:
+            i, f, g, o = (x[d] + z).chunk(4, -1)
+            gates.append(torch.cat([i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()], -1))
+        else:
+            gates.append((x[d] + z).tanh() if case.cell == RNN_TANH else (x[d] + z).relu())
+    return torch.stack(gates)
+
+
+def active(case: Case, tensors: Tensors, name: str, result: torch.Tensor) -> torch.Tensor:
+    """Gates and products of steps that are not active mean nothing."""
+    if name not in ("gates", "products") or tensors["lengths"] is None:
+        return result
+    live = torch.arange(case.steps)[:, None] < tensors["lengths"]
+    return torch.where(live[None, :, :, None], result, 0.0)
+
+
+def check(case: Case, seed: int = 0) -> None:
+    tensors = build(case, seed)
+    results = ours(case, tensors)
+    theirs, oracle = (by_reference(case, tensors, rounded) for rounded in (True, False))
+    for name, result in results.items():
+        if name == "c_n" and case.cell != LSTM:
+            continue
+        parts = [active(case, tensors, name, each[name].reshape(result.shape)) for each in (theirs, oracle)]
+        report = compare(active(case, tensors, name, result), *parts, name=name)
+        assert report.passed, f"{case}: {report}"
+        if case.lengths and name in ("output", "cells"):
+            live = torch.arange(case.steps)[:, None] < tensors["lengths"]
+            dead = result[~live] if name == "output" else result[:, ~live]
+            assert not dead.any(), f"{case}: {name} of inactive steps"
+
+
+def set_device(**settings: int) -> None:
+    """What the executor's device is like from now on."""
+    for name in ("seed", "arch", "shared", "multiprocessors", "cluster"):
+        os.environ.pop(f"SEQKERN_SIMT_{name.upper()}", None)
+    os.environ.update({f"SEQKERN_SIMT_{name.upper()}": str(value) for name, value in settings.items()})
+
+
+# ---- what this file does when it is run ----------------------------------------------------------------------------
+
+
+def sizes() -> Iterator[Case]:
+    """One block: every size beside a border of tiles."""
+    for cell, dtype in itertools.product(range(4), (F32, BF16, F16)):
+        for i, hidden in enumerate((1, 7, 8, 16, 17, 33, 64)):
+            batch, steps = (1, 3, 9, 17)[(i + cell) % 4], (0, 1, 2, 5)[(i + 1) % 4]
+            directions = 1 + i % 2
+            yield Case(
+                cell, steps, batch, hidden, directions, directions == 1 and i % 3 == 0, dtype, wide=bool(i % 2)
+            )
+
+
+def main(what: str) -> None:
+    torch.ops.load_library(os.environ["SEQKERN_SIMT"])
+    torch.set_num_threads(1)
+    PARTS[what]()
+
+
+def check_all(cases: Callable[[], Iterator[Case]], **device: int) -> Callable[[], None]:
+    def run() -> None:
+        set_device(**device)
+        for i, case in enumerate(cases()):
+            check(case, i)
+
+    return run
+
+
+PARTS = {"sizes": check_all(sizes)}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_scan(simt: Callable[..., str], what: str) -> None:
+    simt(__file__, what)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
