@@ -113,7 +113,12 @@ def by_reference(case: Case, tensors: Tensors, rounded: bool) -> dict[str, torch
     products = []
 
     def linear(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        products.append((h.to(case.dtype).to(wide) if rounded else h) @ weight.t())
+        mask = 1.0 if tensors["mask"] is None else tensors["mask"][len(products) // case.steps]
+        if rounded:
+            h = (h.to(case.dtype) * mask).to(case.dtype).to(wide)
+        else:
+            h = h * mask
+        products.append(h @ weight.t())
         return products[-1]
 
     def each(name: str) -> list[torch.Tensor]:
@@ -124,8 +129,8 @@ def by_reference(case: Case, tensors: Tensors, rounded: bool) -> dict[str, torch
     with mock.patch.object(torch.nn.functional, "linear", linear):
         results = reference.rnn(
             x.permute(1, 2, 0, 3).flatten(2), tensors["h0"].to(wide), c0, [], each("w_hh"), [], each("b_hh"), [], [],
-            each("norm"), tensors["lengths"], tensors["resets"], tensors["mask"], tensors["seed"], *case.zoneout, 1e-5,
-            case.cell, case.reverse,
+            each("norm"), tensors["lengths"], tensors["resets"], None, tensors["seed"], *case.zoneout, 1e-5, case.cell,
+            case.reverse,
         )  # fmt: skip
     named = dict(zip(("output", "h_n", "c_n", "cells"), results, strict=False))
     if case.steps:  # in the order of time
@@ -202,6 +207,29 @@ def sizes() -> Iterator[Case]:
             )
 
 
+def teams(tier: str) -> Iterator[Case]:
+    """Several blocks: teams of 2 blocks and more, some of them without any unit of the layer."""
+    for cell, dtype in itertools.product((LSTM, GRU, RNN_RELU), (F32, BF16, F16)):
+        for i, hidden in enumerate((1, 17, 33, 72, 130)):
+            directions = 1 + i % 2
+            yield Case(
+                cell, (5, 2, 3, 0, 4)[(i + cell) % 5], (3, 9, 1, 17, 8)[i], hidden, directions, directions == 1, dtype,
+                tier=tier,
+            )  # fmt: skip
+
+
+def options() -> Iterator[Case]:
+    base = Case(steps=5, batch=9, hidden=20)
+    for cell, dtype in itertools.product(range(4), (F32, BF16)):
+        for i, tier in enumerate(("block", "cluster", "grid")):
+            case = replace(base, cell=cell, dtype=dtype, tier=tier, directions=1 + (cell + i) % 2)
+            yield replace(case, lengths=True, resets=True)
+            yield replace(case, mask=True, lengths=True, bias=False)
+            yield replace(case, zoneout=(0.4, 0.3), resets=True, reverse=case.directions == 1)
+            yield replace(case, zoneout=(0.4, 0.3), training=False, lengths=True, keep=False)
+            yield replace(case, resets=True, mask=True, zoneout=(1.0, 0.0), wide=False, in_place=False)
+
+
 def main(what: str) -> None:
     torch.ops.load_library(os.environ["SEQKERN_SIMT"])
     torch.set_num_threads(1)
@@ -217,7 +245,12 @@ def check_all(cases: Callable[[], Iterator[Case]], **device: int) -> Callable[[]
     return run
 
 
-PARTS = {"sizes": check_all(sizes)}
+PARTS = {
+    "sizes": check_all(sizes),
+    "cluster": check_all(lambda: teams("cluster")),
+    "grid": check_all(lambda: teams("grid"), multiprocessors=16),
+    "options": check_all(options),
+}
 
 
 @pytest.mark.parametrize("what", PARTS)
