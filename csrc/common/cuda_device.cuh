@@ -70,6 +70,13 @@ struct Narrow<Half> {
   }
 };
 
+// 1 / x to the last place, of numbers that are neither tiny nor huge; 0 for infinity.
+SK_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- instructions --------------------------------------------------------------------------------------------------
 
 // a b, rounded: never one half of a multiply-add.

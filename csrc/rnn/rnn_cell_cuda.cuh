@@ -28,7 +28,7 @@ struct RnnScan {
   float zoneout[2];
 };
 
-SK_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+SK_DEVICE float sigmoid(float x) { return reciprocal(1.0f + expf(-x)); }
 
 SK_DEVICE bool rnn_backwards(const RnnScan& s, int d) { return s.reverse || d == 1; }
 SK_DEVICE int rnn_time(const RnnScan& s, int step, bool backwards) { return backwards ? s.steps - 1 - step : step; }

@@ -1,6 +1,4 @@
 // The recurrent scan, forward, host side: checks, plan, launch. The kernel: rnn_forward_cuda.cuh.
-#include "rnn_forward_cuda.cuh"
-
 #include <cmath>
 #include <optional>
 #include <string>
@@ -8,6 +6,7 @@
 
 #include "cuda_launch.h"
 #include "dropout.h"
+#include "rnn_forward_cuda.cuh"
 #include "rnn_plan_cuda.h"
 #include "tensor.h"
 

@@ -57,10 +57,10 @@ SK_DEVICE float load_either(const void* p, int64_t at, bool wide) {
 
 // h as the product takes it.
 template <class T>
-SK_DEVICE T rnn_operand(const RnnScan& s, float h, int64_t state_at, bool reset) {
+SK_DEVICE T rnn_operand(float h, const float* factor, bool reset) {
   if (reset) return narrow<T>(0.0f);
   const T rounded = narrow<T>(h);
-  return s.mask == nullptr ? rounded : narrow<T>(widen(rounded) * s.mask[state_at]);
+  return factor == nullptr ? rounded : narrow<T>(widen(rounded) * *factor);
 }
 
 // CELL: kRnnLstm, kRnnGru, or kRnnTanh for both simple cells.
@@ -77,19 +77,18 @@ struct RnnForwardScan {
   bool backwards;
   int first_row;
   int length[COLUMNS];
+  unsigned pairs_here;  // a bit for each slot
   float h[SLOTS], c[SLOTS], x[G][SLOTS], kept[R][SLOTS];
 
   SK_DEVICE explicit RnnForwardScan(const RnnForwardArgs& a) : args(a), scan(a.scan) {}
 
   SK_DEVICE int row(int slot) const { return first_row + team.row(slot); }
-  SK_DEVICE bool here(int slot) const { return team.owns(slot) && exists(slot); }
-  SK_DEVICE bool exists(int slot) const { return team.unit(slot) < scan.hidden && row(slot) < scan.batch; }
-  SK_DEVICE int64_t state_at(int slot) const {
-    return (static_cast<int64_t>(d) * scan.batch + row(slot)) * scan.hidden + team.unit(slot);
-  }
-  SK_DEVICE int64_t stored_at(int t, int slot) const {
-    return (static_cast<int64_t>(d) * scan.steps + t) * scan.batch + row(slot);
-  }
+  // Whether the lane's pair of that slot is this warp's, and in the layer.
+  SK_DEVICE bool here(int slot) const { return pairs_here >> slot & 1; }
+  // Of the lane's first pair: where it is in memory of (.., batch, hidden) behind `rows` rows. From there slot by slot.
+  SK_DEVICE int64_t first_at(int64_t rows) const { return (rows + row(0)) * scan.hidden + team.unit(0); }
+  SK_DEVICE static int row_of(int slot) { return 8 * (slot / 4) + slot % 2; }
+  SK_DEVICE static int unit_of(int slot) { return 8 * (slot / 2 % 2); }
 
   SK_DEVICE void run() {
     const int teams = static_cast<int>(gridDim.x) / args.shape.blocks;
@@ -116,6 +115,10 @@ struct RnnForwardScan {
 
   SK_DEVICE void sequence() {
     for (int column = 0; column < COLUMNS; ++column) length[column] = rnn_length(scan, first_row + team.row_of(column));
+    pairs_here = 0;
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      if (team.owns(slot) && team.unit(slot) < scan.hidden && row(slot) < scan.batch) pairs_here |= 1u << slot;
+    }
     first_operand();
     first_state();
     load_x(0);
@@ -128,20 +131,20 @@ struct RnnForwardScan {
       const int t = rnn_time(scan, step, backwards);
       cells(sums, t, reset, reset_next);
       const bool last = step + 1 == scan.steps;
-      if (!last) {
-        team.publish();
-        load_x(step + 1);
-      }
+      if (!last) team.publish();
+      store(t);
+      load_x(step + 1);
       reset = reset_next;
       reset_next = resets_at(step + 2);
-      store(t);
       if (!last) team.wait();
     }
+    const int64_t state = first_at(static_cast<int64_t>(d) * scan.batch);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (!here(slot)) continue;
-      args.h_n[state_at(slot)] = h[slot];
-      if constexpr (CELL == kRnnLstm) args.c_n[state_at(slot)] = c[slot];
+      const int64_t at = state + row_of(slot) * scan.hidden + unit_of(slot);
+      args.h_n[at] = h[slot];
+      if constexpr (CELL == kRnnLstm) args.c_n[at] = c[slot];
     }
   }
 
@@ -154,31 +157,38 @@ struct RnnForwardScan {
       if (b >= scan.batch) break;
       const int64_t from = (static_cast<int64_t>(d) * scan.batch + b) * scan.hidden + k;
       const bool reset = scan.steps > 0 && rnn_resets(scan, t, backwards, b, rnn_length(scan, b));
-      *team.operand(k, r) = rnn_operand<T>(scan, load_either<T>(args.h0, from, args.h0_wide), from, reset);
+      const float* factor = scan.mask == nullptr ? nullptr : scan.mask + from;
+      *team.operand(k, r) = rnn_operand<T>(load_either<T>(args.h0, from, args.h0_wide), factor, reset);
     }
   }
   SK_DEVICE void first_state() {
+    const int64_t state = first_at(static_cast<int64_t>(d) * scan.batch);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       h[slot] = c[slot] = 0;
       if (!here(slot)) continue;
-      h[slot] = load_either<T>(args.h0, state_at(slot), args.h0_wide);
-      if constexpr (CELL == kRnnLstm) c[slot] = load_either<T>(args.c0, state_at(slot), args.c0_wide);
+      const int64_t at = state + row_of(slot) * scan.hidden + unit_of(slot);
+      h[slot] = load_either<T>(args.h0, at, args.h0_wide);
+      if constexpr (CELL == kRnnLstm) c[slot] = load_either<T>(args.c0, at, args.c0_wide);
     }
   }
   SK_DEVICE void load_x(int step) {
     if (step >= scan.steps) return;
-    const int t = rnn_time(scan, step, backwards);
+    const int64_t first = d * args.x_strides[0] + rnn_time(scan, step, backwards) * args.x_strides[1] +
+                          row(0) * args.x_strides[2] + team.unit(0);
+    if (args.x_wide) {
+      load_x_from(static_cast<const float*>(args.x) + first);
+    } else {
+      load_x_from(static_cast<const T*>(args.x) + first);
+    }
+  }
+  template <class From>
+  SK_DEVICE void load_x_from(const From* from) {
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      const int64_t from = d * args.x_strides[0] + t * args.x_strides[1] + row(slot) * args.x_strides[2];
+    for (int k = 0; k < G; ++k, from += scan.hidden) {
 #pragma unroll
-      for (int k = 0; k < G; ++k) {
-        x[k][slot] = 0;
-        if (here(slot)) {
-          x[k][slot] =
-              load_either<T>(args.x, from + static_cast<int64_t>(k) * scan.hidden + team.unit(slot), args.x_wide);
-        }
+      for (int slot = 0; slot < SLOTS; ++slot) {
+        x[k][slot] = here(slot) ? widen(from[row_of(slot) * args.x_strides[2] + unit_of(slot)]) : 0.0f;
       }
     }
   }
@@ -206,81 +216,172 @@ struct RnnForwardScan {
     return bits;
   }
 
-  // What comes behind the product. The next operand is staged.
-  SK_DEVICE void cells(float (&sums)[G][SLOTS], int t, unsigned reset, unsigned reset_next) {
-    const bool zones = scan.expected || scan.seed != nullptr;
-    const unsigned stays = scan.seed == nullptr ? 0 : stays_at(t);
-    const float* bias = args.bias == nullptr ? nullptr : args.bias + static_cast<int64_t>(d) * R * scan.hidden;
+  // Layer norm of N numbers a pair over all units of the layer: mean and centred squares of each block by themselves,
+  // then those of all blocks joined in their order (Chan, Golub & LeVeque 1983), so that one exchange is enough.
+  template <int N>
+  SK_DEVICE void normalise(int kind, float (&v)[N][SLOTS], const float* weight, const float* bias) {
+    const float own = static_cast<float>(N * team.units_of(team.rank));
+    float mean[COLUMNS], square[COLUMNS];
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column) mean[column] = square[column] = 0;
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
-      if (!team.owns(slot)) continue;
-      const int column = Team::column(slot), unit = team.unit(slot);
-      if (!exists(slot)) {
-        team.stage(slot, 0, narrow<T>(0.0f));
-        continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) mean[Team::column(slot)] += here(slot) ? v[n][slot] : 0.0f;
+    }
+    team.block_sum(mean);
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column) mean[column] = own > 0 ? mean[column] / own : 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const float centred = here(slot) ? v[n][slot] - mean[Team::column(slot)] : 0.0f;
+        square[Team::column(slot)] += centred * centred;
       }
-      const bool active = t < length[column];
-      if (reset >> column & 1) h[slot] = c[slot] = 0;
+    }
+    team.block_sum(square);
+    if (args.shape.tier != RnnTier::block) {
+      float2 pair[COLUMNS];
+#pragma unroll
+      for (int column = 0; column < COLUMNS; ++column) pair[column] = {mean[column], square[column]};
+      team.share(kind, pair);
+#pragma unroll
+      for (int column = 0; column < COLUMNS; ++column) mean[column] = square[column] = 0;
+      float before = 0;
+#pragma unroll 1
+      for (int r = 0; r < args.shape.blocks; ++r) {
+        const float more = static_cast<float>(N * team.units_of(r));
+        if (more == 0) break;
+        const float share = more / (before + more);
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column) {
+          const float2 theirs = team.shared_pair(kind, r, column);
+          const float apart = theirs.x - mean[column];
+          mean[column] += apart * share;
+          square[column] += theirs.y + apart * apart * share * before;
+        }
+        before += more;
+      }
+    }
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column) {
+      square[column] = 1.0f / sqrtf(square[column] / static_cast<float>(N * scan.hidden) + scan.eps);
+    }
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      if (!here(slot)) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const float xhat = (v[n][slot] - mean[Team::column(slot)]) * square[Team::column(slot)];
+        const int at = n * scan.hidden + unit_of(slot);
+        v[n][slot] = fmaf(xhat, __ldg(weight + at), __ldg(bias + at));
+      }
+    }
+  }
+
+  // What comes behind the product. The next operand is staged.
+  SK_DEVICE void cells(float (&sums)[G][SLOTS], int t, unsigned reset, unsigned reset_next) {
+    const int norm_columns = (2 * G + (CELL == kRnnLstm ? 2 : 0)) * scan.hidden;
+    const float* norm = scan.norm == nullptr ? nullptr : scan.norm + d * norm_columns + team.unit(0);
+    store_products(sums, t);
+    if (norm != nullptr) normalise<G>(0, sums, norm, norm + G * scan.hidden);
+    const float* bias = args.bias == nullptr ? nullptr : args.bias + d * R * scan.hidden + team.unit(0);
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      if (reset >> Team::column(slot) & 1) h[slot] = c[slot] = 0;
+      if (!here(slot)) continue;
       float a[R];
 #pragma unroll
-      for (int k = 0; k < G; ++k) {
-        if constexpr (CELL == kRnnGru) {
-          a[k] = k == 2 ? x[k][slot] : x[k][slot] + sums[k][slot];
-        } else {
-          a[k] = x[k][slot] + sums[k][slot];
-        }
-      }
+      for (int k = 0; k < G; ++k) a[k] = CELL == kRnnGru && k == 2 ? x[k][slot] : x[k][slot] + sums[k][slot];
       if constexpr (CELL == kRnnGru) a[3] = sums[2][slot];
       if (bias != nullptr) {
 #pragma unroll
-        for (int k = 0; k < R; ++k) a[k] += __ldg(bias + static_cast<int64_t>(k) * scan.hidden + unit);
+        for (int k = 0; k < R; ++k) a[k] += __ldg(bias + k * scan.hidden + unit_of(slot));
       }
-      float y, c_new = 0;
       if constexpr (CELL == kRnnLstm) {
         a[0] = sigmoid(a[0]);
         a[1] = sigmoid(a[1]);
         a[2] = tanhf(a[2]);
         a[3] = sigmoid(a[3]);
-        c_new = a[1] * c[slot] + a[0] * a[2];
-        y = a[3] * tanhf(c_new);
+        sums[0][slot] = a[1] * c[slot] + a[0] * a[2];
       } else if constexpr (CELL == kRnnGru) {
         a[0] = sigmoid(a[0]);
         a[1] = sigmoid(a[1]);
         a[2] = tanhf(a[2] + a[0] * a[3]);
-        y = (1.0f - a[1]) * a[2] + a[1] * h[slot];
+        sums[0][slot] = (1.0f - a[1]) * a[2] + a[1] * h[slot];
       } else {
         a[0] = scan.cell == kRnnTanh ? tanhf(a[0]) : a[0] < 0 ? 0.0f : a[0];
-        y = a[0];
+        sums[0][slot] = a[0];
       }
 #pragma unroll
       for (int k = 0; k < R; ++k) kept[k][slot] = a[k];
-      if (active) {
-        if (zones) {
-          y = rnn_zone(scan, y, h[slot], 0, stays >> slot & 1);
-          if constexpr (CELL == kRnnLstm) c_new = rnn_zone(scan, c_new, c[slot], 1, stays >> (SLOTS + slot) & 1);
+    }
+    if constexpr (CELL == kRnnLstm) {  // sums[0] is c~, and becomes what tanh takes
+      float (&seen)[1][SLOTS] = *reinterpret_cast<float (*)[1][SLOTS]>(&sums[1]);
+#pragma unroll
+      for (int slot = 0; slot < SLOTS; ++slot) seen[0][slot] = sums[0][slot];
+      if (norm != nullptr) normalise<1>(1, seen, norm + 2 * G * scan.hidden, norm + (2 * G + 1) * scan.hidden);
+    }
+    settle(sums, t, reset_next);
+  }
+
+  // Zoneout, and the states of those that are active.
+  SK_DEVICE void settle(const float (&sums)[G][SLOTS], int t, unsigned reset_next) {
+    const bool zones = scan.expected || scan.seed != nullptr;
+    const unsigned stays = scan.seed == nullptr ? 0 : stays_at(t);
+    const float* mask = scan.mask == nullptr ? nullptr : scan.mask + first_at(static_cast<int64_t>(d) * scan.batch);
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      if (!team.owns(slot)) continue;
+      T operand = narrow<T>(0.0f);
+      if (here(slot)) {
+        const int column = Team::column(slot);
+        if (t < length[column]) {
+          float y = sums[0][slot];
+          if constexpr (CELL == kRnnLstm) {
+            y = kept[3][slot] * tanhf(sums[1][slot]);
+            c[slot] = zones ? rnn_zone(scan, sums[0][slot], c[slot], 1, stays >> (SLOTS + slot) & 1) : sums[0][slot];
+          }
+          h[slot] = zones ? rnn_zone(scan, y, h[slot], 0, stays >> slot & 1) : y;
         }
-        h[slot] = y;
-        if constexpr (CELL == kRnnLstm) c[slot] = c_new;
+        const float* factor = mask == nullptr ? nullptr : mask + row_of(slot) * scan.hidden + unit_of(slot);
+        operand = rnn_operand<T>(h[slot], factor, reset_next >> column & 1);
       }
-      team.stage(slot, 0, rnn_operand<T>(scan, h[slot], state_at(slot), reset_next >> column & 1));
+      team.stage(slot, 0, operand);
+    }
+  }
+
+  SK_DEVICE void store_products(const float (&sums)[G][SLOTS], int t) const {
+    if (args.products == nullptr) return;
+    const int64_t rows = (static_cast<int64_t>(d) * scan.steps + t) * scan.batch;
+    float* product = args.products + (rows + row(0)) * G * scan.hidden + team.unit(0);
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      if (!here(slot)) continue;
+#pragma unroll
+      for (int k = 0; k < G; ++k) product[(row_of(slot) * G + k) * scan.hidden + unit_of(slot)] = sums[k][slot];
     }
   }
 
   SK_DEVICE void store(int t) {
+    const int64_t rows = (static_cast<int64_t>(d) * scan.steps + t) * scan.batch;
+    const int64_t output_row = static_cast<int64_t>(scan.directions) * scan.hidden;
+    T* output = static_cast<T*>(args.output) + (static_cast<int64_t>(t) * scan.batch + row(0)) * output_row +
+                d * scan.hidden + team.unit(0);
+    float* cell = args.cells == nullptr ? nullptr : args.cells + first_at(rows);
+    float* gate = args.gates == nullptr ? nullptr : args.gates + (rows + row(0)) * R * scan.hidden + team.unit(0);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (!here(slot)) continue;
-      const int unit = team.unit(slot);
       const bool active = t < length[Team::column(slot)];
-      const int64_t out_at =
-          ((static_cast<int64_t>(t) * scan.batch + row(slot)) * scan.directions + d) * scan.hidden + unit;
-      static_cast<T*>(args.output)[out_at] = narrow<T>(active ? h[slot] : 0.0f);
+      output[row_of(slot) * output_row + unit_of(slot)] = narrow<T>(active ? h[slot] : 0.0f);
       if constexpr (CELL == kRnnLstm) {
-        if (args.cells != nullptr) args.cells[stored_at(t, slot) * scan.hidden + unit] = active ? c[slot] : 0.0f;
+        if (cell != nullptr) cell[row_of(slot) * scan.hidden + unit_of(slot)] = active ? c[slot] : 0.0f;
       }
-      if (args.gates != nullptr) {
+      if (gate != nullptr) {
 #pragma unroll
-        for (int k = 0; k < R; ++k) args.gates[(stored_at(t, slot) * R + k) * scan.hidden + unit] = kept[k][slot];
+        for (int k = 0; k < R; ++k) { gate[(row_of(slot) * R + k) * scan.hidden + unit_of(slot)] = kept[k][slot]; }
       }
     }
   }

@@ -106,7 +106,11 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   s.pairs = at;
   if (norm && tier != RnnTier::block) at += kRnnPairs * 2 * blocks * rows * 8;
   s.weights = at;
-  const long long bytes = at + 1024LL * warps * in_shared * tiles;
+  long long bytes = at + 1024LL * warps * in_shared * tiles;
+  // What is held comes by way of the operands' memory.
+  if (rnn_held(element, tiles) > 0 && bytes < s.operand + 1024LL * warps * tiles) {
+    bytes = s.operand + 1024LL * warps * tiles;
+  }
   s.shared_bytes = bytes > (1 << 30) ? 1 << 30 : static_cast<int>(bytes);
   if (tier == RnnTier::grid) {
     const long long slabs = 2LL * blocks * groups * slots * planes;
@@ -128,7 +132,7 @@ struct RnnTeam {
   int lane, warp, group, part, rank;
   uint32_t turn;                                             // number of the operand that comes next or is here
   uint32_t pair_turn[kRnnPairs];                             // exchanges of pairs so far
-  uint4 held[HELD > 0 ? HELD : 1][HELD > 0 ? TILES : 1][2];  // A: rows lane / 4 and that + 8
+  uint4 held[HELD > 0 ? HELD : 1][HELD > 0 ? TILES : 1][2];  // A, in fragments
 
   // ---- who owns what -----------------------------------------------------------------------------------------------
 
@@ -187,39 +191,51 @@ struct RnnTeam {
 
   // weights(tile, unit, plane, k) gives A[tile][unit][plane][k ... k + PIECE - 1] as it lies in memory, zeros where
   // `unit` or a k is not below `hidden`.
+  // All threads; the operands are zero afterwards.
   template <class Weights>
   SK_DEVICE void load_weights(const Weights& weights) {
     const int count = own_chunks();
-    if constexpr (ELEMENT == 2) {
-      const int unit_0 = first_unit() + lane / 4;
+    __syncthreads();
+    if constexpr (HELD > 0) {
+      // By way of the memory that later is the operands': the loop that loads stands there once for a chunk.
+      uint4* way = reinterpret_cast<uint4*>(shared + shape.operand + 1024 * TILES * warp);
 #pragma unroll
       for (int i = 0; i < HELD; ++i) {
+        if (i < count) load_chunk(weights, i, way);
+        __syncwarp();
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            held[i][tile][half] = uint4{0, 0, 0, 0};
-            if (i < count) held[i][tile][half] = piece(weights, tile, unit_0 + 8 * half, i, lane % 4);
+          held[i][tile][0] = held[i][tile][1] = uint4{0, 0, 0, 0};
+          if (i < count) {
+            held[i][tile][0] = way[64 * tile + lane];
+            held[i][tile][1] = way[64 * tile + 32 + lane];
           }
         }
+        __syncwarp();
       }
-      for (int i = HELD; i < count; ++i) {
-        for (int tile = 0; tile < TILES; ++tile) {
-          for (int half = 0; half < 2; ++half) {
-            weight_at(i, tile)[32 * half + lane] = piece(weights, tile, unit_0 + 8 * half, i, lane % 4);
-          }
-        }
-      }
-    } else {
-      for (int i = 0; i < count; ++i) {
-        for (int tile = 0; tile < TILES; ++tile) {
-          for (int id = lane; id < 64; id += 32) {  // [k / 4][half][unit]
-            weight_at(i, tile)[id] = piece(weights, tile, first_unit() + id % 16, i, id / 16);
-          }
-        }
+      __syncthreads();
+    }
+    for (int i = HELD; i < count; ++i) load_chunk(weights, i, weight_at(i, 0));
+    clear_operands();
+    __syncthreads();
+  }
+  // A chunk of A as the product reads it, TILES KB. Of 16 bits: the two fragments of a lane, [fragment][lane]. float:
+  // [k / 4][unit].
+  template <class Weights>
+  SK_DEVICE void load_chunk(const Weights& weights, int i, uint4* to) const {
+    const int k = (part * shape.per_warp + i) * CHUNK, plane = k / shape.plane, k_plane = k % shape.plane;
+    for (int tile = 0; tile < TILES; ++tile, to += 64) {
+      if constexpr (ELEMENT == 2) {
+        const int unit = first_unit() + lane / 4, at = k_plane + lane % 4 * PIECE;
+        const uint4 low = weights(tile, unit, plane, at), high = weights(tile, unit + 8, plane, at);
+        to[lane] = {low.x, high.x, low.y, high.y};
+        to[32 + lane] = {low.z, high.z, low.w, high.w};
+      } else {
+        const int unit = first_unit() + lane % 16, at = k_plane + lane / 16 * PIECE;
+        to[lane] = weights(tile, unit, plane, at);
+        to[32 + lane] = weights(tile, unit, plane, at + 2 * PIECE);
       }
     }
-    __syncwarp();
   }
   // Behind the first operand and the weights.
   SK_DEVICE void start() {
@@ -345,14 +361,17 @@ struct RnnTeam {
       for (int slot = 0; slot < SLOTS; ++slot) partial[at(warp, tile, slot)] = sums[tile][slot];
     }
     __syncthreads();
+    const float* first = partial + at(warp - part, 0, 0);
+#pragma unroll 1
+    for (int p = 0; p < shape.parts; ++p, first += TILES * SLOTS * 32) {
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      if (!owns(slot)) continue;
+      for (int slot = 0; slot < SLOTS; ++slot) {
+        if (!owns(slot)) continue;
 #pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        float sum = partial[at(warp - part, tile, slot)];
-        for (int p = 1; p < shape.parts; ++p) sum += partial[at(warp - part + p, tile, slot)];
-        sums[tile][slot] = sum;
+        for (int tile = 0; tile < TILES; ++tile) {
+          const float v = first[(tile * SLOTS + slot) * 32];
+          sums[tile][slot] = p == 0 ? v : sums[tile][slot] + v;
+        }
       }
     }
   }
@@ -465,16 +484,11 @@ struct RnnTeam {
     const int kept = (warp * (shape.per_warp - HELD) + i - HELD) * TILES + tile;
     return reinterpret_cast<uint4*>(shared + shape.weights + 1024 * kept);
   }
-  template <class Weights>
-  SK_DEVICE uint4 piece(const Weights& weights, int tile, int unit, int i, int p) const {
-    const int k = (part * shape.per_warp + i) * CHUNK + p * PIECE;
-    return weights(tile, unit, k / shape.plane, k % shape.plane);
-  }
-
-  // Two fragments of 16 k: the halves of 16 neighbouring bytes of A and of X.
-  SK_DEVICE static void multiply(float (&d)[NT][4], float (&e)[NT][4], uint4 low, uint4 high, const uint4 (&b)[NT]) {
+  // Two fragments of 16 k: the halves of 16 neighbouring bytes of X.
+  SK_DEVICE static void multiply(float (&d)[NT][4], float (&e)[NT][4], uint4 first, uint4 second,
+                                 const uint4 (&b)[NT]) {
     if constexpr (ELEMENT == 2) {
-      const uint32_t a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
+      const uint32_t a0[4] = {first.x, first.y, first.z, first.w}, a1[4] = {second.x, second.y, second.z, second.w};
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
         const uint32_t b0[2] = {b[n].x, b[n].y}, b1[2] = {b[n].z, b[n].w};

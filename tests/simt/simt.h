@@ -304,6 +304,8 @@ struct Narrow<Half> {
   }
 };
 
+inline float reciprocal(float x) { return 1.0f / x; }
+
 // ---- instructions --------------------------------------------------------------------------------------------------
 
 // Stored in between: the compiler cannot make a multiply-add of it.
