@@ -90,25 +90,23 @@ struct RnnForwardScan {
   SK_DEVICE static int row_of(int slot) { return 8 * (slot / 4) + slot % 2; }
   SK_DEVICE static int unit_of(int slot) { return 8 * (slot / 2 % 2); }
 
+  // Block (rank, team): a team takes a tile of the batch in one direction after the other.
   SK_DEVICE void run() {
-    const int teams = static_cast<int>(gridDim.x) / args.shape.blocks;
-    const int first = static_cast<int>(blockIdx.x) / args.shape.blocks;
-    const int rank = static_cast<int>(blockIdx.x) % args.shape.blocks;
     const int tiles = (scan.batch + Team::ROWS - 1) / Team::ROWS;
     SK_SHARED(shared);
-    team.begin(args.shape, shared, rank, args.mailbox + first * args.shape.mailbox_bytes);
+    team.begin(args.shape, shared, static_cast<int>(blockIdx.x), args.mailbox + blockIdx.y * args.shape.mailbox_bytes);
     d = -1;
-    for (int tile = first; tile < tiles * scan.directions; tile += teams) {
-      if (tile != first) team.renew();
-      const int direction = tile / tiles;
-      if (direction != d) {
-        d = direction;
+    for (int tile = static_cast<int>(blockIdx.y); tile < tiles * scan.directions; tile += gridDim.y) {
+      if (tile / tiles != d) {
+        d = tile / tiles;
         const int64_t weights = static_cast<int64_t>(G) * scan.hidden * scan.hidden;
         team.load_weights(RnnForwardWeights<T>{static_cast<const T*>(args.w_hh) + d * weights, scan.hidden});
       }
       backwards = rnn_backwards(scan, d);
       first_row = tile % tiles * Team::ROWS;
       sequence();
+      tile = d * tiles + first_row / Team::ROWS;  // what it is; so it need not be kept meanwhile
+      if (scan.steps > 0 && tile + static_cast<int>(gridDim.y) < tiles * scan.directions) team.renew();
     }
     team.end();
   }
@@ -122,20 +120,19 @@ struct RnnForwardScan {
     first_operand();
     first_state();
     load_x(0);
-    unsigned reset = resets_at(0), reset_next = resets_at(1);
+    unsigned resets = resets_at(0) | resets_at(1) << COLUMNS;  // of this step and of the next
     team.start();
     for (int step = 0; step < scan.steps; ++step) {
       float sums[G][SLOTS];
       team.product(sums);
       team.finish(sums);
       const int t = rnn_time(scan, step, backwards);
-      cells(sums, t, reset, reset_next);
+      cells(sums, t, resets);
       const bool last = step + 1 == scan.steps;
       if (!last) team.publish();
       store(t);
       load_x(step + 1);
-      reset = reset_next;
-      reset_next = resets_at(step + 2);
+      resets = resets >> COLUMNS | resets_at(step + 2) << COLUMNS;
       if (!last) team.wait();
     }
     const int64_t state = first_at(static_cast<int64_t>(d) * scan.batch);
@@ -151,6 +148,7 @@ struct RnnForwardScan {
   // Every block makes the whole of it.
   SK_DEVICE void first_operand() {
     const int t = rnn_time(scan, 0, backwards);
+#pragma unroll 1
     for (int at = threadIdx.x; at < Team::ROWS * scan.hidden; at += blockDim.x) {
       const int r = at / scan.hidden, k = at % scan.hidden;
       const int b = first_row + r;
@@ -281,7 +279,7 @@ struct RnnForwardScan {
   }
 
   // What comes behind the product. The next operand is staged.
-  SK_DEVICE void cells(float (&sums)[G][SLOTS], int t, unsigned reset, unsigned reset_next) {
+  SK_DEVICE void cells(float (&sums)[G][SLOTS], int t, unsigned resets) {
     const int norm_columns = (2 * G + (CELL == kRnnLstm ? 2 : 0)) * scan.hidden;
     const float* norm = scan.norm == nullptr ? nullptr : scan.norm + d * norm_columns + team.unit(0);
     store_products(sums, t);
@@ -289,7 +287,7 @@ struct RnnForwardScan {
     const float* bias = args.bias == nullptr ? nullptr : args.bias + d * R * scan.hidden + team.unit(0);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
-      if (reset >> Team::column(slot) & 1) h[slot] = c[slot] = 0;
+      if (resets >> Team::column(slot) & 1) h[slot] = c[slot] = 0;
       if (!here(slot)) continue;
       float a[R];
 #pragma unroll
@@ -323,7 +321,7 @@ struct RnnForwardScan {
       for (int slot = 0; slot < SLOTS; ++slot) seen[0][slot] = sums[0][slot];
       if (norm != nullptr) normalise<1>(1, seen, norm + 2 * G * scan.hidden, norm + (2 * G + 1) * scan.hidden);
     }
-    settle(sums, t, reset_next);
+    settle(sums, t, resets >> COLUMNS);
   }
 
   // Zoneout, and the states of those that are active.
@@ -366,7 +364,7 @@ struct RnnForwardScan {
 
   SK_DEVICE void store(int t) {
     const int64_t rows = (static_cast<int64_t>(d) * scan.steps + t) * scan.batch;
-    const int64_t output_row = static_cast<int64_t>(scan.directions) * scan.hidden;
+    const int output_row = scan.directions * scan.hidden;
     T* output = static_cast<T*>(args.output) + (static_cast<int64_t>(t) * scan.batch + row(0)) * output_row +
                 d * scan.hidden + team.unit(0);
     float* cell = args.cells == nullptr ? nullptr : args.cells + first_at(rows);
@@ -388,7 +386,7 @@ struct RnnForwardScan {
 };
 
 template <class T, int CELL, int NT>
-__global__ void __launch_bounds__(256) rnn_forward_kernel(RnnForwardArgs args) {
+__global__ void __launch_bounds__(256, 1) rnn_forward_kernel(RnnForwardArgs args) {
   RnnForwardScan<T, CELL, NT> scan(args);
   scan.run();
 }

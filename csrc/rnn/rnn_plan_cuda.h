@@ -47,7 +47,7 @@ inline RnnTeamShape rnn_shape(const RnnPlanRequest& r, RnnTier tier, int blocks,
 
 inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
   LaunchShape launch;
-  launch.grid = dim3(static_cast<unsigned>(teams * s.blocks));
+  launch.grid = dim3(static_cast<unsigned>(s.blocks), static_cast<unsigned>(std::min<int64_t>(teams, 65535)));
   launch.block = dim3(static_cast<unsigned>(32 * s.groups * s.parts));
   launch.shared_bytes = static_cast<size_t>(s.shared_bytes);
   launch.cluster = s.tier == RnnTier::cluster ? s.blocks : 1;

@@ -131,7 +131,6 @@ struct RnnTeam {
   unsigned char *shared, *mailbox;
   int lane, warp, group, part, rank;
   uint32_t turn;                                             // number of the operand that comes next or is here
-  uint32_t pair_turn[kRnnPairs];                             // exchanges of pairs so far
   uint4 held[HELD > 0 ? HELD : 1][HELD > 0 ? TILES : 1][2];  // A, in fragments
 
   // ---- who owns what -----------------------------------------------------------------------------------------------
@@ -171,7 +170,6 @@ struct RnnTeam {
     group = warp / s.parts;
     part = warp % s.parts;
     turn = 0;
-    for (int kind = 0; kind < kRnnPairs; ++kind) pair_turn[kind] = 0;
     clear_operands();
     if (s.tier == RnnTier::cluster && threadIdx.x == 0) {
       for (int b = 0; b < 2 + 2 * kRnnPairs; ++b) mbarrier_init(full(b), 1);
@@ -184,6 +182,7 @@ struct RnnTeam {
     __syncthreads();
   }
   SK_DEVICE void clear_operands() {
+#pragma unroll 1
     for (int at = 16 * static_cast<int>(threadIdx.x); at < 2 * shape.chunks * ROWS * 64; at += 16 * blockDim.x) {
       *reinterpret_cast<uint4*>(shared + shape.operand + at) = uint4{0, 0, 0, 0};
     }
@@ -215,6 +214,7 @@ struct RnnTeam {
       }
       __syncthreads();
     }
+#pragma unroll 1
     for (int i = HELD; i < count; ++i) load_chunk(weights, i, weight_at(i, 0));
     clear_operands();
     __syncthreads();
@@ -223,7 +223,9 @@ struct RnnTeam {
   // [k / 4][unit].
   template <class Weights>
   SK_DEVICE void load_chunk(const Weights& weights, int i, uint4* to) const {
-    const int k = (part * shape.per_warp + i) * CHUNK, plane = k / shape.plane, k_plane = k % shape.plane;
+    const int k = (part * shape.per_warp + i) * CHUNK, plane = PLANES == 1 ? 0 : k / shape.plane;
+    const int k_plane = k - plane * shape.plane;
+#pragma unroll 1
     for (int tile = 0; tile < TILES; ++tile, to += 64) {
       if constexpr (ELEMENT == 2) {
         const int unit = first_unit() + lane / 4, at = k_plane + lane % 4 * PIECE;
@@ -381,7 +383,9 @@ struct RnnTeam {
   // One element of the next operand, of the pair that this lane owns.
   SK_DEVICE void stage(int slot, int plane, T value) const {
     if (shape.tier == RnnTier::block) {
-      *reinterpret_cast<T*>(buffer(turn + 1) + offset(plane * shape.plane + unit(slot), row(slot))) = value;
+      // Of the lane's first slot; 8 units on only flips bits, as a group begins with a whole number of 16 units.
+      const int first = offset(plane * shape.plane + unit(0), row(0)) ^ (slot / 2 % 2 * 8 * ELEMENT);
+      *reinterpret_cast<T*>(buffer(turn + 1) + first + slab_row(slot) * 64) = value;
     } else {  // a slab: [row][unit]
       reinterpret_cast<T*>(slab(slot, plane))[8 * (lane % 4) + lane / 4] = value;
     }
@@ -426,17 +430,18 @@ struct RnnTeam {
 #pragma unroll
     for (int c = 0; c < 2 * NT; ++c) {
       v[c] = sums[row_of(c)];
+#pragma unroll 1
       for (int w = 1; w < shape.groups * shape.parts; ++w) v[c] += sums[w * ROWS + row_of(c)];
     }
     __syncthreads();
   }
 
   // Gives the other blocks this block's pair of numbers for each row, and waits for theirs: `shared_pair`. Every thread
-  // brings the pairs of its columns, the same in all lanes of a row. At most one exchange of a kind between two of
-  // operands. In a team of one block there is nothing to do, and nothing to ask for.
+  // brings the pairs of its columns, the same in all lanes of a row. One exchange of a kind with every operand: they
+  // are numbered alike. In a team of one block there is nothing to do, and nothing to ask for.
   SK_DEVICE void share(int kind, const float2 (&v)[2 * NT]) {
     if (shape.tier == RnnTier::block) return;
-    const uint32_t number = pair_turn[kind]++;
+    const uint32_t number = turn;
     float2* mine = pairs(kind, number) + rank * ROWS;
     if (shape.tier == RnnTier::cluster) {
       if (warp == 0) {
@@ -445,6 +450,7 @@ struct RnnTeam {
           const float2 a = v[2 * n], b = v[2 * n + 1];
           const uint4 packet = {device_bits<uint32_t>(a.x), device_bits<uint32_t>(a.y), device_bits<uint32_t>(b.x),
                                 device_bits<uint32_t>(b.y)};
+#pragma unroll 1
           for (int peer = lane / 4; peer < shape.blocks; peer += 8) {
             store_async_16(mine + row_of(2 * n), pairs_full(kind, number & 1), peer, packet);
           }
@@ -461,6 +467,7 @@ struct RnnTeam {
                          {device_bits<uint32_t>(v[c].x), device_bits<uint32_t>(v[c].y), 0, number + 1});
         }
       }
+#pragma unroll 1
       for (int at = threadIdx.x; at < shape.blocks * ROWS; at += blockDim.x) {
         uint4 packet = load_fresh_16(box + at);
         while (packet.w != number + 1) {
@@ -474,7 +481,7 @@ struct RnnTeam {
   }
   // Of block r, for the lane's column, from the last `share` of that kind.
   SK_DEVICE float2 shared_pair(int kind, int r, int column) const {
-    return pairs(kind, pair_turn[kind] - 1)[r * ROWS + row_of(column)];
+    return pairs(kind, turn)[r * ROWS + row_of(column)];
   }
 
   // ---- details -----------------------------------------------------------------------------------------------------
@@ -522,6 +529,7 @@ struct RnnTeam {
       for (int plane = 0; plane < PLANES; ++plane) {
         const uint4 v = reinterpret_cast<const uint4*>(slab(slot, plane))[p];
         unsigned char* at = to + offset(plane * shape.plane + u, r);
+#pragma unroll 1
         for (int i = lane / SENT; i < shape.blocks; i += 32 / SENT) {
           const int peer = i + rank < shape.blocks ? i + rank : i + rank - shape.blocks;  // not all to the same first
           store_async_16(at, full((turn + 1) & 1), peer, v);
@@ -563,6 +571,7 @@ struct RnnTeam {
     unsigned char* to = buffer(turn);
     const int total = shape.blocks * shape.groups * (SLOTS * PLANES * PACKETS);
     constexpr int FLIGHT = 4;  // packets asked for at once
+#pragma unroll 1
     for (int first = threadIdx.x; first < total; first += FLIGHT * blockDim.x) {
       uint4 packet[FLIGHT];
       bool missing = true;
