@@ -1,14 +1,15 @@
 """The recurrent scan in CUDA C++, forward: `seqkern_cuda::rnn_scan_fwd` itself, in the host executor.
 
 Against the reference in float64, by the error rule; in the place of torch stands the reference in float32 that rounds
-where the kernels do. Every tier is forced, with devices made small enough (SEQKERN_SIMT_*). The executor's library is loaded
-into a process of its own: this file, run.
+where the kernels do. Every tier is forced, with devices made small enough (SEQKERN_SIMT_*). The executor's library is
+loaded into a process of its own: this file, run.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,8 +25,7 @@ from seqkern.testing import compare, poison
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 GATES, KEPT = (4, 3, 1, 1), (4, 4, 1, 1)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-CLUSTER = {"shared": 40 << 10}
-GRID = {"multiprocessors": 16}
+TIERS = ("block", "cluster", "grid")
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,7 @@ def sizes() -> Iterator[Case]:
         for i, hidden in enumerate((1, 7, 8, 16, 17, 33, 64)):
             batch, steps = (1, 3, 9, 17)[(i + cell) % 4], (0, 1, 2, 5)[(i + 1) % 4]
             directions = 1 + i % 2
-            yield Case(
-                cell, steps, batch, hidden, directions, directions == 1 and i % 3 == 0, dtype, wide=bool(i % 2)
-            )
+            yield Case(cell, steps, batch, hidden, directions, directions == 1 and i % 3 == 0, dtype, wide=bool(i % 2))
 
 
 def teams(tier: str) -> Iterator[Case]:
@@ -221,7 +219,7 @@ def teams(tier: str) -> Iterator[Case]:
 def options() -> Iterator[Case]:
     base = Case(steps=5, batch=9, hidden=20)
     for cell, dtype in itertools.product(range(4), (F32, BF16)):
-        for i, tier in enumerate(("block", "cluster", "grid")):
+        for i, tier in enumerate(TIERS):
             case = replace(base, cell=cell, dtype=dtype, tier=tier, directions=1 + (cell + i) % 2)
             yield replace(case, lengths=True, resets=True)
             yield replace(case, mask=True, lengths=True, bias=False)
@@ -232,16 +230,113 @@ def options() -> Iterator[Case]:
 
 def norms() -> Iterator[Case]:
     for cell, dtype in itertools.product(range(4), (F32, BF16)):
-        for i, (tier, hidden) in enumerate(itertools.product(("block", "cluster", "grid"), (1, 24, 65))):
+        for i, (tier, hidden) in enumerate(itertools.product(TIERS, (1, 24, 65))):
             batch = 17 if hidden == 1 else (3, 9)[i % 2]  # of a handful of numbers the reference's errors say little
             case = Case(cell, 3, batch, hidden, 1 + i % 2, dtype=dtype, norm=True, tier=tier)
             yield replace(case, lengths=i % 3 == 0, resets=i % 3 == 1, zoneout=(0.3, 0.3) if i % 3 == 2 else (0.0, 0.0))
 
 
-def main(what: str) -> None:
+def in_turn() -> Iterator[Case]:
+    """More tiles of the batch than teams, some of them without a step."""
+    for cell, norm in itertools.product((LSTM, GRU), (False, True)):
+        yield Case(cell, 3, 33, 33, 2, dtype=BF16, tier="grid", norm=norm)
+        yield Case(cell, 4, 20, 20, 2, tier="grid", norm=norm, lengths=True, resets=True)
+
+
+def saturated() -> Iterator[Case]:
+    for cell, dtype, tier in itertools.product((LSTM, GRU, RNN_TANH), (F32, BF16, F16), TIERS):
+        yield Case(cell, 3, 3, 20, dtype=dtype, scale=1e4, bias=False, tier=tier)
+
+
+def small_devices() -> None:
+    """The tier that a device has room for, and the same results from each."""
+
+    def plan(case: Case, **device: int) -> str:
+        set_device(**device)
+        check(case)
+        return torch.ops.seqkern_cuda.rnn_scan_plan(build(case, 0)["w_hh"], 3, case.cell, case.norm, False, "auto")
+
+    case = Case(hidden=64, batch=9)
+    assert plan(case).startswith("block: teams of 1 blocks of 8 warps")
+    assert plan(case, shared=60 << 10).startswith("cluster: teams of 4 blocks of 4 warps")
+    assert plan(case, shared=60 << 10, cluster=1, multiprocessors=5).startswith("grid: teams of 4 blocks")
+    assert plan(case, shared=60 << 10, arch=80, multiprocessors=3).startswith("grid: teams of 2 blocks")
+    assert plan(replace(case, hidden=130, dtype=BF16), arch=80, multiprocessors=9).startswith("grid: teams of 9 blocks")
+    assert plan(replace(case, hidden=129, cell=GRU, dtype=BF16)).startswith("cluster: teams of 2 blocks of 5 warps")
+    set_device(arch=80, shared=16 << 10)
+    weights = build(case, 0)["w_hh"]
+    why = torch.ops.seqkern_cuda.rnn_scan_plan(weights, 3, LSTM, False, False, "auto")
+    assert why.startswith("none: one block would need"), why
+    assert "the device has no clusters; the whole device does not hold the weights" in why
+    raises("no tier of the scan serves a hidden size of 64: none", case)
+    raises("tier must be", replace(case, tier="warp"))
+
+
+def raises(message: str, case: Case, **changes: Any) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        ours(case, build(case, 0) | changes)
+
+
+def wrong_arguments() -> None:
+    set_device()
+    case = Case()
+    raises("w_hh must have size 28 in dimension 1, got 27", case, w_hh=torch.zeros(1, 27, 7))
+    raises("w_hh must be float32, bfloat16 or float16, got float64", case, w_hh=torch.zeros(1, 28, 7).double())
+    raises("c0 is for an LSTM", case, c0=None)
+    raises("c0 is for an LSTM", replace(case, cell=GRU), c0=torch.zeros(1, 3, 7))
+    raises("h0 must have size 3 in dimension 1, got 2", case, h0=torch.zeros(1, 2, 7))
+    raises("lengths must have size 3 in dimension 0, got 1", case, lengths=torch.ones(1, dtype=torch.int64))
+    raises("x must be contiguous in its last dimension", case, x=torch.zeros(1, 28, 3, 3).transpose(1, 3))
+    raises("zoneout must be a probability, got 1.5", replace(case, zoneout=(1.5, 0.0)))
+    raises("norm must have size 70 in dimension 1, got 69", case, norm=torch.zeros(1, 69))
+
+
+def same_bits() -> None:
+    """Whatever the schedule, and whatever else is in the batch."""
+    set_device(multiprocessors=16)
+    for cell, dtype, tier, norm in itertools.product((LSTM, GRU), (F32, BF16), TIERS, (False, True)):
+        case = Case(cell, 4, 11, 40, 2, dtype=dtype, lengths=True, resets=True, mask=True, norm=norm, tier=tier)
+        tensors = build(case, 1)
+        first = ours(case, tensors)
+        for seed in (1, 2, 3):
+            set_device(multiprocessors=16, seed=seed)
+            for name, result in ours(case, tensors).items():
+                shown = [active(case, tensors, name, each) for each in (result, first[name])]
+                assert torch.equal(*shown), f"{case}: {name} with seed {seed}"
+        for row in (0, 8, 10):
+            rows = slice(row, row + 1)
+            alone = dict(tensors)
+            for name, dim in (("x", 2), ("h0", 1), ("c0", 1), ("mask", 1), ("lengths", 0), ("resets", 1)):
+                if tensors[name] is not None:
+                    alone[name] = tensors[name].narrow(dim, row, 1).contiguous()
+            one = ours(replace(case, batch=1), alone)
+            assert torch.equal(one["output"], first["output"][:, rows]), f"{case}: row {row}"
+            assert torch.equal(one["h_n"], first["h_n"][:, rows]), f"{case}: row {row}"
+
+
+def strided() -> None:
+    """x as any strides give it: here, rows of the batch first."""
+    set_device()
+    case = Case(GRU, 4, 5, 12, wide=False, dtype=BF16)
+    tensors = build(case, 0)
+    expected = ours(case, tensors)["output"]
+    apart = torch.full((5, 4, 2 * 36 + 1), float("nan"), dtype=BF16)
+    apart[:, :, 3:39] = tensors["x"][0].transpose(0, 1)
+    output = torch.empty_like(expected)
+    bias = tensors["b_hh"].float()
+    bias = torch.cat([bias[:, :24], torch.zeros(1, 12), bias[:, 24:]], 1)
+    torch.ops.seqkern_cuda.rnn_scan_fwd(
+        apart[:, :, 3:39].transpose(0, 1)[None], tensors["w_hh"], bias, None, None, None, None, None, tensors["h0"],
+        None, 0.0, 0.0, 0.0, GRU, False, output, None, None, None, "auto",
+    )  # fmt: skip
+    assert torch.equal(output, expected)
+
+
+def main(parts: list[str]) -> None:
     torch.ops.load_library(os.environ["SEQKERN_SIMT"])
     torch.set_num_threads(1)
-    PARTS[what]()
+    for part in parts:
+        PARTS[part]()
 
 
 def check_all(cases: Callable[[], Iterator[Case]], **device: int) -> Callable[[], None]:
@@ -259,13 +354,28 @@ PARTS = {
     "grid": check_all(lambda: teams("grid"), multiprocessors=16),
     "options": check_all(options),
     "norms": check_all(norms),
+    "in_turn": check_all(in_turn),
+    "saturated": check_all(saturated),
+    "small_devices": small_devices,
+    "wrong_arguments": wrong_arguments,
+    "same_bits": same_bits,
+    "strided": strided,
 }
 
 
-@pytest.mark.parametrize("what", PARTS)
-def test_scan(simt: Callable[..., str], what: str) -> None:
-    simt(__file__, what)
+# A process takes seconds to start: several parts each.
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("sizes", "cluster", "grid"),
+        ("options", "norms", "in_turn", "saturated"),
+        ("small_devices", "wrong_arguments", "same_bits", "strided"),
+    ],
+    ids="-".join,
+)
+def test_scan(simt: Callable[..., str], what: tuple[str, ...]) -> None:
+    simt(__file__, *what)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

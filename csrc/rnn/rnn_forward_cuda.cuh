@@ -77,14 +77,15 @@ struct RnnForwardScan {
   bool backwards;
   int first_row;
   int length[COLUMNS];
-  unsigned pairs_here;  // a bit for each slot
+  // Bits, from the lowest: which columns are reset before this step, which before the next; which slots are `here`.
+  unsigned flags;
   float h[SLOTS], c[SLOTS], x[G][SLOTS], kept[R][SLOTS];
 
   SK_DEVICE explicit RnnForwardScan(const RnnForwardArgs& a) : args(a), scan(a.scan) {}
 
   SK_DEVICE int row(int slot) const { return first_row + team.row(slot); }
   // Whether the lane's pair of that slot is this warp's, and in the layer.
-  SK_DEVICE bool here(int slot) const { return pairs_here >> slot & 1; }
+  SK_DEVICE bool here(int slot) const { return flags >> (2 * COLUMNS + slot) & 1; }
   // Of the lane's first pair: where it is in memory of (.., batch, hidden) behind `rows` rows. From there slot by slot.
   SK_DEVICE int64_t first_at(int64_t rows) const { return (rows + row(0)) * scan.hidden + team.unit(0); }
   SK_DEVICE static int row_of(int slot) { return 8 * (slot / 4) + slot % 2; }
@@ -104,35 +105,42 @@ struct RnnForwardScan {
       }
       backwards = rnn_backwards(scan, d);
       first_row = tile % tiles * Team::ROWS;
-      sequence();
+      const bool ran = sequence();
       tile = d * tiles + first_row / Team::ROWS;  // what it is; so it need not be kept meanwhile
-      if (scan.steps > 0 && tile + static_cast<int>(gridDim.y) < tiles * scan.directions) team.renew();
+      if (ran && tile + static_cast<int>(gridDim.y) < tiles * scan.directions) team.renew();
     }
     team.end();
   }
 
-  SK_DEVICE void sequence() {
+  // Whether there was a step.
+  SK_DEVICE bool sequence() {
+    // Nothing runs at times that no row of the tile has.
+    int longest = 0;
+#pragma unroll 1
+    for (int r = 0; r < Team::ROWS; ++r) longest = max(longest, rnn_length(scan, first_row + r));
+    const int begin = backwards ? scan.steps - longest : 0, end = backwards ? scan.steps : longest;
     for (int column = 0; column < COLUMNS; ++column) length[column] = rnn_length(scan, first_row + team.row_of(column));
-    pairs_here = 0;
+    flags = 0;
     for (int slot = 0; slot < SLOTS; ++slot) {
-      if (team.owns(slot) && team.unit(slot) < scan.hidden && row(slot) < scan.batch) pairs_here |= 1u << slot;
+      if (team.owns(slot) && team.unit(slot) < scan.hidden && row(slot) < scan.batch) flags |= 1u << (2 * COLUMNS + slot);
     }
-    first_operand();
+    first_operand(rnn_time(scan, begin, backwards));
     first_state();
-    load_x(0);
-    unsigned resets = resets_at(0) | resets_at(1) << COLUMNS;  // of this step and of the next
+    load_x(begin);
+    flags |= resets_at(begin) | resets_at(begin + 1) << COLUMNS;
     team.start();
-    for (int step = 0; step < scan.steps; ++step) {
+    for (int step = begin; step < end; ++step) {
       float sums[G][SLOTS];
       team.product(sums);
       team.finish(sums);
       const int t = rnn_time(scan, step, backwards);
-      cells(sums, t, resets);
-      const bool last = step + 1 == scan.steps;
+      cells(sums, t);
+      const bool last = step + 1 == end;
       if (!last) team.publish();
       store(t);
       load_x(step + 1);
-      resets = resets >> COLUMNS | resets_at(step + 2) << COLUMNS;
+      constexpr unsigned SLOT_BITS = ~((1u << 2 * COLUMNS) - 1), NOW = (1u << COLUMNS) - 1;
+      flags = (flags & SLOT_BITS) | (flags >> COLUMNS & NOW) | resets_at(step + 2) << COLUMNS;
       if (!last) team.wait();
     }
     const int64_t state = first_at(static_cast<int64_t>(d) * scan.batch);
@@ -142,19 +150,26 @@ struct RnnForwardScan {
       const int64_t at = state + row_of(slot) * scan.hidden + unit_of(slot);
       args.h_n[at] = h[slot];
       if constexpr (CELL == kRnnLstm) args.c_n[at] = c[slot];
+#pragma unroll
+      for (int k = 0; k < R; ++k) kept[k][slot] = 0;
     }
+    for (int t = longest; t < scan.steps; ++t) {
+      float zeros[G][SLOTS] = {};
+      store(t);
+      store_products(zeros, t);
+    }
+    return begin < end;
   }
 
   // Every block makes the whole of it.
-  SK_DEVICE void first_operand() {
-    const int t = rnn_time(scan, 0, backwards);
+  SK_DEVICE void first_operand(int t) {
 #pragma unroll 1
     for (int at = threadIdx.x; at < Team::ROWS * scan.hidden; at += blockDim.x) {
       const int r = at / scan.hidden, k = at % scan.hidden;
       const int b = first_row + r;
       if (b >= scan.batch) break;
       const int64_t from = (static_cast<int64_t>(d) * scan.batch + b) * scan.hidden + k;
-      const bool reset = scan.steps > 0 && rnn_resets(scan, t, backwards, b, rnn_length(scan, b));
+      const bool reset = rnn_resets(scan, t, backwards, b, rnn_length(scan, b));
       const float* factor = scan.mask == nullptr ? nullptr : scan.mask + from;
       *team.operand(k, r) = rnn_operand<T>(load_either<T>(args.h0, from, args.h0_wide), factor, reset);
     }
@@ -279,7 +294,7 @@ struct RnnForwardScan {
   }
 
   // What comes behind the product. The next operand is staged.
-  SK_DEVICE void cells(float (&sums)[G][SLOTS], int t, unsigned resets) {
+  SK_DEVICE void cells(float (&sums)[G][SLOTS], int t) {
     const int norm_columns = (2 * G + (CELL == kRnnLstm ? 2 : 0)) * scan.hidden;
     const float* norm = scan.norm == nullptr ? nullptr : scan.norm + d * norm_columns + team.unit(0);
     store_products(sums, t);
@@ -287,7 +302,7 @@ struct RnnForwardScan {
     const float* bias = args.bias == nullptr ? nullptr : args.bias + d * R * scan.hidden + team.unit(0);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
-      if (resets >> Team::column(slot) & 1) h[slot] = c[slot] = 0;
+      if (flags >> Team::column(slot) & 1) h[slot] = c[slot] = 0;
       if (!here(slot)) continue;
       float a[R];
 #pragma unroll
@@ -321,11 +336,11 @@ struct RnnForwardScan {
       for (int slot = 0; slot < SLOTS; ++slot) seen[0][slot] = sums[0][slot];
       if (norm != nullptr) normalise<1>(1, seen, norm + 2 * G * scan.hidden, norm + (2 * G + 1) * scan.hidden);
     }
-    settle(sums, t, resets >> COLUMNS);
+    settle(sums, t);
   }
 
   // Zoneout, and the states of those that are active.
-  SK_DEVICE void settle(const float (&sums)[G][SLOTS], int t, unsigned reset_next) {
+  SK_DEVICE void settle(const float (&sums)[G][SLOTS], int t) {
     const bool zones = scan.expected || scan.seed != nullptr;
     const unsigned stays = scan.seed == nullptr ? 0 : stays_at(t);
     const float* mask = scan.mask == nullptr ? nullptr : scan.mask + first_at(static_cast<int64_t>(d) * scan.batch);
@@ -344,7 +359,7 @@ struct RnnForwardScan {
           h[slot] = zones ? rnn_zone(scan, y, h[slot], 0, stays >> slot & 1) : y;
         }
         const float* factor = mask == nullptr ? nullptr : mask + row_of(slot) * scan.hidden + unit_of(slot);
-        operand = rnn_operand<T>(h[slot], factor, reset_next >> column & 1);
+        operand = rnn_operand<T>(h[slot], factor, flags >> (COLUMNS + column) & 1);
       }
       team.stage(slot, 0, operand);
     }
