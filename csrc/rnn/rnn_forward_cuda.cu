@@ -16,20 +16,19 @@ namespace {
 using Kernel = void (*)(RnnForwardArgs);
 using Optional = std::optional<Tensor>;
 
-template <class T>
+// NT: 8 NT rows of the batch in a tile.
+template <class T, int NT>
 Kernel kernel_of(int cell) {
   switch (cell) {
-    case kRnnLstm: return rnn_forward_kernel<T, kRnnLstm, 1>;
-    case kRnnGru: return rnn_forward_kernel<T, kRnnGru, 1>;
-    default: return rnn_forward_kernel<T, kRnnTanh, 1>;
+    case kRnnLstm: return rnn_forward_kernel<T, kRnnLstm, NT>;
+    case kRnnGru: return rnn_forward_kernel<T, kRnnGru, NT>;
+    default: return rnn_forward_kernel<T, kRnnTanh, NT>;
   }
 }
-Kernel kernel_of(Dtype dtype, int cell) {
-  switch (dtype) {
-    case Dtype::bf16: return kernel_of<BFloat16>(cell);
-    case Dtype::f16: return kernel_of<Half>(cell);
-    default: return kernel_of<float>(cell);
-  }
+Kernel kernel_of(Dtype dtype, int cell, int rows) {
+  // float32 has no kernels for 16 rows: its products are bound by arithmetic, not by waiting.
+  if (dtype == Dtype::f32) return rows == 8 ? kernel_of<float, 1>(cell) : nullptr;
+  return rows == 8 ? kernel_of<RnnShort, 1>(cell) : kernel_of<RnnShort, 2>(cell);
 }
 
 // Of the weights, (D, G H, H): their type and the hidden size, or an error.
@@ -45,18 +44,19 @@ Dtype check_weights(const Tensor& w_hh, int64_t cell, const char* op) {
   return dtype;
 }
 
-RnnPlan plan_forward(const Tensor& w_hh, int cell, bool norm, const std::string& tier, const char* op) {
+RnnPlan plan_forward(const Tensor& w_hh, int64_t batch, int cell, bool norm, const std::string& tier, const char* op) {
   const Dtype dtype = check_weights(w_hh, cell, op);
   RnnPlanRequest request{};
   request.op = op;
+  request.batch = batch;
+  request.directions = static_cast<int>(w_hh.size(0));
   request.hidden = static_cast<int>(w_hh.size(2));
-  request.cell = cell;
   request.element = dtype == Dtype::f32 ? 4 : 2;
   request.tiles = rnn_gates(cell);
   request.planes = 1;
   request.norm = norm;
   request.tier = tier;
-  request.kernel = reinterpret_cast<const void*>(kernel_of(dtype, cell));
+  for (int i : {0, 1}) request.kernels[i] = reinterpret_cast<const void*>(kernel_of(dtype, cell, 8 + 8 * i));
   return rnn_plan(cuda_device(w_hh), request);
 }
 
@@ -124,7 +124,7 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
     SK_CHECK(seed->is_cpu() == w_hh.is_cpu(), op, ": seed must be on the device of w_hh");
   }
 
-  const RnnPlan plan = plan_forward(w_hh, cell, norm.has_value(), tier, op);
+  const RnnPlan plan = plan_forward(w_hh, b, cell, norm.has_value(), tier, op);
   SK_CHECK(plan.served, op, ": no tier of the scan serves a hidden size of ", h, ": ", plan.why);
   Tensor h_n = empty(w_hh, {d, b, h}, wide), c_n = empty(w_hh, {lstm ? d : 0, b, h}, wide);
   if (!lstm) c_n = empty(w_hh, {0}, wide);
@@ -149,6 +149,7 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
     args.scan.threshold[kind] = Dropout::with(p, 0).threshold;
     args.scan.zoneout[kind] = static_cast<float>(p);
   }
+  args.half = dtype == Dtype::f16;
   args.x = x.const_data_ptr();
   for (int dim : {0, 1, 2}) args.x_strides[dim] = x.stride(dim);
   args.x_wide = x.scalar_type() == wide;
@@ -165,31 +166,27 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
   args.h_n = static_cast<float*>(h_n.mutable_data_ptr());
   args.c_n = lstm ? static_cast<float*>(c_n.mutable_data_ptr()) : nullptr;
 
-  const int64_t tiles = d * ((b + kRnnRows - 1) / kRnnRows);
-  if (tiles == 0) return {h_n, c_n};
+  if (plan.teams == 0) return {h_n, c_n};
   const OnDevice guard(w_hh);
-  int64_t teams = tiles;
+  Tensor mailbox = empty(w_hh, {plan.teams * plan.shape.mailbox_bytes}, ScalarType::Byte);
   if (plan.shape.tier == RnnTier::grid) {
-    teams = std::min<int64_t>(tiles, plan.resident);
     // Numbers of operands must not come round to those that memory still has.
-    SK_CHECK((tiles / teams + 1) * (t + 1) < int64_t{1} << 31, op, ": too many steps for the grid tier: ", t);
-    Tensor mailbox = empty(w_hh, {teams * plan.shape.mailbox_bytes}, ScalarType::Byte);
+    const int64_t in_turn = d * ((b + plan.rows - 1) / plan.rows) / plan.teams + 1;
+    SK_CHECK(in_turn * (t + 1) < int64_t{1} << 31, op, ": too many steps for the grid tier: ", t);
     torch::stable::zero_(mailbox);
     args.mailbox = static_cast<unsigned char*>(mailbox.mutable_data_ptr());
-    launch(op, kernel_of(dtype, cell), rnn_launch_shape(plan.shape, teams), current_stream(w_hh), args);
-    return {h_n, c_n};
   }
-  launch(op, kernel_of(dtype, cell), rnn_launch_shape(plan.shape, teams), current_stream(w_hh), args);
+  launch(op, kernel_of(dtype, cell, plan.rows), rnn_launch_shape(plan.shape, plan.teams), current_stream(w_hh), args);
   return {h_n, c_n};
 }
 
-std::string rnn_scan_plan(const Tensor& w_hh, int64_t, int64_t cell, bool norm, bool backward,
+std::string rnn_scan_plan(const Tensor& w_hh, int64_t batch, int64_t cell, bool norm, bool backward,
                           const std::string& tier) {
   const char* op = "rnn_scan_plan";
   check_weights(w_hh, cell, op);
   SK_CHECK(!backward || rnn_plan_backward != nullptr, op, ": there is no backward scan in this build");
   if (backward) return rnn_plan_backward(w_hh, static_cast<int>(cell), norm, tier).why;
-  return plan_forward(w_hh, static_cast<int>(cell), norm, tier, op).why;
+  return plan_forward(w_hh, batch, static_cast<int>(cell), norm, tier, op).why;
 }
 
 }  // namespace

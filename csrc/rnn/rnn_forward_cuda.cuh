@@ -11,6 +11,7 @@ struct RnnForwardArgs {
   RnnScan scan;
   const void* x;                    // (directions, steps, batch, G hidden), float or the weights' type
   int64_t x_strides[3];             // of directions, steps, rows
+  bool half;                        // of 16 bits: float16
   bool x_wide, h0_wide, c0_wide;    // float
   const void* w_hh;                 // (directions, G hidden, hidden)
   const float* bias;                // (directions, R hidden), or null
@@ -51,16 +52,16 @@ struct RnnForwardWeights {
 };
 
 template <class T>
-SK_DEVICE float load_either(const void* p, int64_t at, bool wide) {
-  return wide ? static_cast<const float*>(p)[at] : widen(static_cast<const T*>(p)[at]);
+SK_DEVICE float load_either(const void* p, int64_t at, bool wide, bool half) {
+  return wide ? static_cast<const float*>(p)[at] : rnn_widen(static_cast<const T*>(p)[at], half);
 }
 
 // h as the product takes it.
 template <class T>
-SK_DEVICE T rnn_operand(float h, const float* factor, bool reset) {
-  if (reset) return narrow<T>(0.0f);
-  const T rounded = narrow<T>(h);
-  return factor == nullptr ? rounded : narrow<T>(widen(rounded) * *factor);
+SK_DEVICE T rnn_operand(float h, const float* factor, bool reset, bool half) {
+  if (reset) return T{};
+  const T rounded = rnn_narrow<T>(h, half);
+  return factor == nullptr ? rounded : rnn_narrow<T>(rnn_widen(rounded, half) * *factor, half);
 }
 
 // CELL: kRnnLstm, kRnnGru, or kRnnTanh for both simple cells.
@@ -122,7 +123,8 @@ struct RnnForwardScan {
     for (int column = 0; column < COLUMNS; ++column) length[column] = rnn_length(scan, first_row + team.row_of(column));
     flags = 0;
     for (int slot = 0; slot < SLOTS; ++slot) {
-      if (team.owns(slot) && team.unit(slot) < scan.hidden && row(slot) < scan.batch) flags |= 1u << (2 * COLUMNS + slot);
+      if (team.owns(slot) && team.unit(slot) < scan.hidden && row(slot) < scan.batch)
+        flags |= 1u << (2 * COLUMNS + slot);
     }
     first_operand(rnn_time(scan, begin, backwards));
     first_state();
@@ -131,7 +133,7 @@ struct RnnForwardScan {
     team.start();
     for (int step = begin; step < end; ++step) {
       float sums[G][SLOTS];
-      team.product(sums);
+      team.product(sums, args.half);
       team.finish(sums);
       const int t = rnn_time(scan, step, backwards);
       cells(sums, t);
@@ -171,7 +173,8 @@ struct RnnForwardScan {
       const int64_t from = (static_cast<int64_t>(d) * scan.batch + b) * scan.hidden + k;
       const bool reset = rnn_resets(scan, t, backwards, b, rnn_length(scan, b));
       const float* factor = scan.mask == nullptr ? nullptr : scan.mask + from;
-      *team.operand(k, r) = rnn_operand<T>(load_either<T>(args.h0, from, args.h0_wide), factor, reset);
+      *team.operand(k, r) =
+          rnn_operand<T>(load_either<T>(args.h0, from, args.h0_wide, args.half), factor, reset, args.half);
     }
   }
   SK_DEVICE void first_state() {
@@ -181,8 +184,8 @@ struct RnnForwardScan {
       h[slot] = c[slot] = 0;
       if (!here(slot)) continue;
       const int64_t at = state + row_of(slot) * scan.hidden + unit_of(slot);
-      h[slot] = load_either<T>(args.h0, at, args.h0_wide);
-      if constexpr (CELL == kRnnLstm) c[slot] = load_either<T>(args.c0, at, args.c0_wide);
+      h[slot] = load_either<T>(args.h0, at, args.h0_wide, args.half);
+      if constexpr (CELL == kRnnLstm) c[slot] = load_either<T>(args.c0, at, args.c0_wide, args.half);
     }
   }
   SK_DEVICE void load_x(int step) {
@@ -201,7 +204,7 @@ struct RnnForwardScan {
     for (int k = 0; k < G; ++k, from += scan.hidden) {
 #pragma unroll
       for (int slot = 0; slot < SLOTS; ++slot) {
-        x[k][slot] = here(slot) ? widen(from[row_of(slot) * args.x_strides[2] + unit_of(slot)]) : 0.0f;
+        x[k][slot] = here(slot) ? rnn_widen(from[row_of(slot) * args.x_strides[2] + unit_of(slot)], args.half) : 0.0f;
       }
     }
   }
@@ -347,7 +350,7 @@ struct RnnForwardScan {
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (!team.owns(slot)) continue;
-      T operand = narrow<T>(0.0f);
+      T operand{};
       if (here(slot)) {
         const int column = Team::column(slot);
         if (t < length[column]) {
@@ -359,7 +362,7 @@ struct RnnForwardScan {
           h[slot] = zones ? rnn_zone(scan, y, h[slot], 0, stays >> slot & 1) : y;
         }
         const float* factor = mask == nullptr ? nullptr : mask + row_of(slot) * scan.hidden + unit_of(slot);
-        operand = rnn_operand<T>(h[slot], factor, flags >> (COLUMNS + column) & 1);
+        operand = rnn_operand<T>(h[slot], factor, flags >> (COLUMNS + column) & 1, args.half);
       }
       team.stage(slot, 0, operand);
     }
@@ -388,7 +391,7 @@ struct RnnForwardScan {
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (!here(slot)) continue;
       const bool active = t < length[Team::column(slot)];
-      output[row_of(slot) * output_row + unit_of(slot)] = narrow<T>(active ? h[slot] : 0.0f);
+      output[row_of(slot) * output_row + unit_of(slot)] = rnn_narrow<T>(active ? h[slot] : 0.0f, args.half);
       if constexpr (CELL == kRnnLstm) {
         if (cell != nullptr) cell[row_of(slot) * scan.hidden + unit_of(slot)] = active ? c[slot] : 0.0f;
       }

@@ -1,8 +1,9 @@
 // Which tier of the persistent scans serves a problem on a device, and how it divides the work: block, cluster, grid,
 // or none of them (then the layer goes step by step, kernels/rnn.py). Host code.
 //
-// Chosen by the limits of the device and what its occupancy queries say. Nothing but the number of teams depends on the
-// batch: the order of every sum, and so every bit of a result, is the same whatever else is in the batch.
+// Chosen by the limits of the device and what its occupancy queries say. The batch decides how many teams there are,
+// and whether a tile has 8 or 16 of its rows, but not the order of any sum: every bit of a result is the same whatever
+// else is in the batch.
 #pragma once
 
 #include <algorithm>
@@ -16,22 +17,24 @@ namespace seqkern {
 
 struct RnnPlanRequest {
   const char* op;
-  int hidden, cell, element;  // element: bytes
-  int tiles, planes;          // forward: (G, 1), backward: (1, G)
+  int64_t batch;
+  int directions;
+  int hidden, element;  // element: bytes
+  int tiles, planes;    // forward: (G, 1), backward: (1, G)
   bool norm;
-  std::string tier;    // "auto", or the only one that may serve
-  const void* kernel;  // for the occupancy queries
+  std::string tier;        // "auto", or the only one that may serve
+  const void* kernels[2];  // for tiles of 8 and of 16 rows: for the occupancy queries
 };
 
 struct RnnPlan {
   bool served = false;
   RnnTeamShape shape{};
-  int resident = 0;  // teams of the grid tier that the device holds at once
-  std::string why;   // a sentence
+  int rows = 8;       // of a tile of the batch
+  int64_t teams = 0;  // that are launched
+  std::string why;    // a sentence
 };
 
 constexpr int kRnnWarps = 8;  // of a block, at most
-constexpr int kRnnRows = 8;   // of a tile of the batch
 
 inline const char* rnn_tier_name(RnnTier tier) {
   return tier == RnnTier::block ? "block" : tier == RnnTier::cluster ? "cluster" : "grid";
@@ -42,9 +45,10 @@ inline RnnTeamShape rnn_shape(const RnnPlanRequest& r, RnnTier tier, int blocks,
   const int chunks = r.planes * ((units + chunk - 1) / chunk);
   int parts = 1;
   while (2 * parts * groups <= kRnnWarps && 2 * parts <= chunks) parts *= 2;
-  return rnn_team_shape(tier, r.hidden, blocks, groups, parts, r.element, r.tiles, r.planes, kRnnRows / 8, r.norm);
+  return rnn_team_shape(tier, r.hidden, blocks, groups, parts, r.element, r.tiles, r.planes, 1, r.norm);
 }
 
+// More teams than a grid has rows take tiles in turn.
 inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
   LaunchShape launch;
   launch.grid = dim3(static_cast<unsigned>(s.blocks), static_cast<unsigned>(std::min<int64_t>(teams, 65535)));
@@ -55,13 +59,13 @@ inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
   return launch;
 }
 
-inline std::string rnn_describe(const RnnTeamShape& s, int element, int tiles) {
-  const int held = std::min(s.per_warp, rnn_held(element, tiles));
+inline std::string rnn_describe(const RnnTeamShape& s, const RnnPlanRequest& r, int rows) {
+  const int held = std::min(s.per_warp, rnn_held(r.element, r.tiles, rows / 8));
   return std::string(rnn_tier_name(s.tier)) + ": teams of " + std::to_string(s.blocks) + " blocks of " +
          std::to_string(s.groups * s.parts) + " warps, " + std::to_string(s.groups * kRnnGroup) +
          " units a block, k in " + std::to_string(s.parts) + " parts, " + std::to_string(held) + " of " +
          std::to_string(s.per_warp) + " chunks of weights in registers, " + std::to_string(s.shared_bytes) +
-         " bytes of shared memory";
+         " bytes of shared memory, " + std::to_string(rows) + " rows of the batch a team";
 }
 
 inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
@@ -70,10 +74,30 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
   RnnPlan plan;
   const auto asked = [&](const char* tier) { return r.tier == "auto" || r.tier == tier; };
   const auto fits = [&](const RnnTeamShape& s) { return s.shared_bytes <= device.shared_per_block; };
-  const auto serve = [&](const RnnTeamShape& s) {
+  // Teams that the device holds at once.
+  const auto room = [&](const RnnTeamShape& s, const void* kernel) -> int64_t {
+    if (!fits(s)) return 0;
+    const LaunchShape launch = rnn_launch_shape(s, 1);
+    if (s.tier == RnnTier::cluster) return resident_clusters(r.op, kernel, launch);
+    return int64_t{device.multiprocessors} * resident_blocks(r.op, kernel, launch) / s.blocks;
+  };
+  const auto serve = [&](const RnnTeamShape& s, int64_t at_once) {
     plan.served = true;
     plan.shape = s;
-    plan.why = rnn_describe(s, r.element, r.tiles);
+    plan.rows = 8;
+    if (r.kernels[1] != nullptr && r.batch > 8 &&
+        r.directions * ((r.batch + 7) / 8) > at_once) {  // rather larger tiles than one after the other
+      const RnnTeamShape wide =
+          rnn_team_shape(s.tier, r.hidden, s.blocks, s.groups, s.parts, r.element, r.tiles, r.planes, 2, r.norm);
+      if (const int64_t n = room(wide, r.kernels[1]); n > 0) {
+        plan.shape = wide;
+        plan.rows = 16;
+        at_once = n;
+      }
+    }
+    plan.teams = r.directions * ((r.batch + plan.rows - 1) / plan.rows);
+    if (s.tier == RnnTier::grid) plan.teams = std::min(plan.teams, at_once);
+    plan.why = rnn_describe(plan.shape, r, plan.rows);
   };
   const int groups = (r.hidden + kRnnGroup - 1) / kRnnGroup;
   std::string reasons;
@@ -81,7 +105,7 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
   if (asked("block")) {
     if (groups <= kRnnWarps) {
       const RnnTeamShape s = rnn_shape(r, RnnTier::block, 1, groups);
-      if (fits(s)) return serve(s), plan;
+      if (fits(s)) return serve(s, room(s, r.kernels[0])), plan;
       reasons += "; one block would need " + std::to_string(s.shared_bytes) + " bytes of shared memory";
     } else {
       reasons += "; one block has warps for 128 units";
@@ -91,26 +115,25 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
   if (asked("cluster")) {
     // The fewest blocks that hold all weights in registers, else as many as there may be.
     RnnTeamShape best{};
+    int64_t at_once = 0;
     for (int blocks = 2; blocks <= device.max_cluster && (blocks == 2 || blocks < 2 * groups); blocks *= 2) {
       const int own = (groups + blocks - 1) / blocks;
       if (own > kRnnWarps) continue;
       const RnnTeamShape s = rnn_shape(r, RnnTier::cluster, blocks, own);
-      if (!fits(s) || resident_clusters(r.op, r.kernel, rnn_launch_shape(s, 1)) < 1) continue;
+      const int64_t n = room(s, r.kernels[0]);
+      if (n < 1) continue;
       best = s;
-      if (s.per_warp <= rnn_held(r.element, r.tiles)) break;
+      at_once = n;
+      if (s.per_warp <= rnn_held(r.element, r.tiles, 1)) break;
     }
-    if (best.blocks > 0) return serve(best), plan;
+    if (best.blocks > 0) return serve(best, at_once), plan;
     reasons += device.max_cluster < 2 ? "; the device has no clusters" : "; no cluster holds the weights";
   }
 
   if (asked("grid")) {
     for (int own = 1; own <= kRnnWarps; ++own) {
       const RnnTeamShape s = rnn_shape(r, RnnTier::grid, (groups + own - 1) / own, own);
-      if (!fits(s) || s.blocks > 64 * device.multiprocessors) continue;
-      const int room = device.multiprocessors * resident_blocks(r.op, r.kernel, rnn_launch_shape(s, 1));
-      if (s.blocks > room) continue;
-      plan.resident = room / s.blocks;
-      return serve(s), plan;
+      if (const int64_t n = room(s, r.kernels[0]); n > 0) return serve(s, n), plan;
     }
     reasons += "; the whole device does not hold the weights";
   }

@@ -42,7 +42,7 @@
 //     for all k, rows: *team.operand(k, row) = ...;     // the first operand, whole, by each block; zeros are there
 //     team.start();
 //     for each step:
-//       team.product(sums);                             // reads operand number `turn`
+//       team.product(sums, half);                       // reads operand number `turn`
 //       team.finish(sums);                              // now sums[tile][slot] are complete where team.owns(slot)
 //       if owns(slot): team.stage(slot, plane, value);  // every plane of every slot that is owned, padding too (0)
 //       team.publish();                                 // turn += 1
@@ -64,7 +64,7 @@ struct RnnTeamShape {
   RnnTier tier;
   int blocks;    // of a team
   int groups;    // of 16 units, of a block
-  int parts;     // warps of a group
+  int parts;     // warps of a group, a power of 2
   int hidden;    // units
   int plane;     // of k: all units of the team, in whole chunks
   int chunks;    // of k
@@ -77,7 +77,8 @@ struct RnnTeamShape {
 constexpr int kRnnGroup = 16;  // units
 constexpr int kRnnPairs = 2;   // exchanges of pairs in a step at most: kinds 0 and 1
 
-constexpr int rnn_held(int element, int tiles) { return element == 2 ? 16 / tiles : 0; }
+// Chunks of weights in registers: 128 of a lane's, or 64 where it has twice as many sums.
+constexpr int rnn_held(int element, int tiles, int nt) { return element == 2 ? 16 / nt / tiles : 0; }
 constexpr int rnn_packets(int element) { return (8 * element + 2) / 3; }  // of a slab, in the mailbox
 
 // `norm`: room for exchanges of pairs.
@@ -93,7 +94,7 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   s.plane = (blocks * groups * kRnnGroup + chunk - 1) / chunk * chunk;
   s.chunks = planes * (s.plane / chunk);
   s.per_warp = (s.chunks + parts - 1) / parts;
-  const int in_shared = s.per_warp > rnn_held(element, tiles) ? s.per_warp - rnn_held(element, tiles) : 0;
+  const int in_shared = s.per_warp > rnn_held(element, tiles, nt) ? s.per_warp - rnn_held(element, tiles, nt) : 0;
   int at = 128;  // barriers
   s.operand = at;
   at += 2 * s.chunks * rows * 64;
@@ -108,7 +109,7 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   s.weights = at;
   long long bytes = at + 1024LL * warps * in_shared * tiles;
   // What is held comes by way of the operands' memory.
-  if (rnn_held(element, tiles) > 0 && bytes < s.operand + 1024LL * warps * tiles) {
+  if (rnn_held(element, tiles, nt) > 0 && bytes < s.operand + 1024LL * warps * tiles) {
     bytes = s.operand + 1024LL * warps * tiles;
   }
   s.shared_bytes = bytes > (1 << 30) ? 1 << 30 : static_cast<int>(bytes);
@@ -119,11 +120,28 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   return s;
 }
 
+// Elements of 16 bits: of bfloat16 or float16, which a kernel is told when it runs. All they differ in is the product
+// and the rounding; a kernel each would be compiled twice for that.
+struct RnnShort {
+  uint16_t bits;
+};
+template <class T>
+SK_DEVICE T rnn_narrow(float x, bool half) {
+  if constexpr (sizeof(T) == 4) {
+    return x;
+  } else {
+    return T{half ? narrow<Half>(x).bits : narrow<BFloat16>(x).bits};
+  }
+}
+SK_DEVICE float rnn_widen(float x, bool) { return x; }
+SK_DEVICE float rnn_widen(RnnShort x, bool half) { return half ? widen(Half{x.bits}) : widen(BFloat16{x.bits}); }
+
+// T: float or RnnShort.
 template <class T, int TILES, int PLANES, int NT>
 struct RnnTeam {
   static constexpr int ELEMENT = sizeof(T), CHUNK = 64 / ELEMENT, PIECE = 16 / ELEMENT;  // in elements
   static constexpr int ROWS = 8 * NT, SLOTS = 4 * NT;
-  static constexpr int HELD = rnn_held(ELEMENT, TILES);
+  static constexpr int HELD = rnn_held(ELEMENT, TILES, NT);
   static constexpr bool TWO = ELEMENT == 2 && TILES * NT <= 2;  // chains of sums, where one would wait for itself
   static constexpr int SLAB = 32 * ELEMENT, PACKETS = rnn_packets(ELEMENT);  // bytes; 16-byte packets of the mailbox
 
@@ -135,7 +153,7 @@ struct RnnTeam {
 
   // ---- who owns what -----------------------------------------------------------------------------------------------
 
-  SK_DEVICE bool owns(int slot) const { return slot % shape.parts == part; }
+  SK_DEVICE bool owns(int slot) const { return (slot & (shape.parts - 1)) == part; }
   // In the layer: may lie beyond `hidden`.
   SK_DEVICE int unit(int slot) const { return first_unit() + lane / 4 + 8 * ((slot / 2) % 2); }
   SK_DEVICE int first_unit() const { return (rank * shape.groups + group) * kRnnGroup; }
@@ -251,6 +269,7 @@ struct RnnTeam {
   // Before another tile of the batch: every block of the team has done with the last operand, and a new first one may
   // be written. Grid only.
   SK_DEVICE void renew() {
+#pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
       for (int plane = 0; plane < PLANES && owns(slot); ++plane) stage(slot, plane, T{});
     }
@@ -281,7 +300,16 @@ struct RnnTeam {
   // The operand that comes next, before `start`.
   SK_DEVICE T* operand(int k, int row) const { return reinterpret_cast<T*>(buffer(turn) + offset(k, row)); }
 
-  SK_DEVICE void product(float (&sums)[TILES][SLOTS]) const {
+  // half: of 16 bits, whether they are float16.
+  SK_DEVICE void product(float (&sums)[TILES][SLOTS], bool half) const {
+    if (ELEMENT == 2 && half) {
+      product_of<Half>(sums);
+    } else {
+      product_of<BFloat16>(sums);
+    }
+  }
+  template <class As>
+  SK_DEVICE void product_of(float (&sums)[TILES][SLOTS]) const {
     const int count = own_chunks();
     const unsigned char* x = buffer(turn) + part * shape.per_warp * (ROWS * 64);
     float d[TILES][NT][4], e[TWO ? TILES : 1][NT][4];
@@ -303,7 +331,7 @@ struct RnnTeam {
           for (int n = 0; n < NT; ++n) b[n] = *reinterpret_cast<const uint4*>(x_lane + (i * ROWS + 8 * n) * 64);
 #pragma unroll
           for (int tile = 0; tile < TILES; ++tile)
-            multiply(d[tile], e[TWO ? tile : 0], held[i][tile][0], held[i][tile][1], b);
+            multiply<As>(d[tile], e[TWO ? tile : 0], held[i][tile][0], held[i][tile][1], b);
         }
       }
       for (int i = HELD; i < count; ++i) {
@@ -313,7 +341,7 @@ struct RnnTeam {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
           const uint4* a = weight_at(i, tile);
-          multiply(d[tile], e[TWO ? tile : 0], a[lane], a[32 + lane], b);
+          multiply<As>(d[tile], e[TWO ? tile : 0], a[lane], a[32 + lane], b);
         }
       }
     } else {
@@ -492,6 +520,7 @@ struct RnnTeam {
     return reinterpret_cast<uint4*>(shared + shape.weights + 1024 * kept);
   }
   // Two fragments of 16 k: the halves of 16 neighbouring bytes of X.
+  template <class As>
   SK_DEVICE static void multiply(float (&d)[NT][4], float (&e)[NT][4], uint4 first, uint4 second,
                                  const uint4 (&b)[NT]) {
     if constexpr (ELEMENT == 2) {
@@ -499,11 +528,11 @@ struct RnnTeam {
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
         const uint32_t b0[2] = {b[n].x, b[n].y}, b1[2] = {b[n].z, b[n].w};
-        mma_16816<T>(d[n], a0, b0);
+        mma_16816<As>(d[n], a0, b0);
         if constexpr (TWO) {
-          mma_16816<T>(e[n], a1, b1);
+          mma_16816<As>(e[n], a1, b1);
         } else {
-          mma_16816<T>(d[n], a1, b1);
+          mma_16816<As>(d[n], a1, b1);
         }
       }
     }
@@ -521,7 +550,7 @@ struct RnnTeam {
     const int p = lane % SENT;
     const int row_step = p * PIECE / 8, unit_step = p * PIECE % 8;
     unsigned char* to = buffer(turn + 1);
-#pragma unroll
+#pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (!owns(slot)) continue;
       const int u = slab_unit(rank * shape.groups + group, slot) + unit_step, r = slab_row(slot) + 2 * row_step;
@@ -552,7 +581,7 @@ struct RnnTeam {
 
   SK_DEVICE void send_to_mailbox() const {
     uint4* to = box(turn + 1) + (rank * shape.groups + group) * (SLOTS * PLANES * PACKETS);
-#pragma unroll
+#pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (!owns(slot) || lane >= PACKETS) continue;
 #pragma unroll
