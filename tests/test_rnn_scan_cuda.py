@@ -196,6 +196,11 @@ def set_device(**settings: int) -> None:
 # ---- what this file does when it is run ----------------------------------------------------------------------------
 
 
+def plan_of(case: Case) -> str:
+    weights = build(case, 0)["w_hh"]
+    return torch.ops.seqkern_cuda.rnn_scan_plan(weights, case.batch, case.cell, case.norm, False, case.tier)
+
+
 def sizes() -> Iterator[Case]:
     """One block: every size beside a border of tiles."""
     for cell, dtype in itertools.product(range(4), (F32, BF16, F16)):
@@ -243,6 +248,16 @@ def in_turn() -> Iterator[Case]:
         yield Case(cell, 4, 20, 20, 2, tier="grid", norm=norm, lengths=True, resets=True)
 
 
+def large_batches() -> Iterator[Case]:
+    """Tiles of 16 rows, where the device is full."""
+    for cell, dtype, (tier, hidden) in itertools.product(range(4), (BF16, F16), zip(TIERS, (33, 40, 70), strict=True)):
+        case = Case(cell, 3, 75 if cell > GRU else 35, hidden, 2, dtype=dtype, lengths=True, tier=tier)
+        assert plan_of(case).endswith("16 rows of the batch a team"), plan_of(case)
+        yield case
+        yield replace(case, norm=True, resets=True)
+        yield replace(case, zoneout=(0.3, 0.2), mask=True, batch=case.batch + 15)
+
+
 def saturated() -> Iterator[Case]:
     for cell, dtype, tier in itertools.product((LSTM, GRU, RNN_TANH), (F32, BF16, F16), TIERS):
         yield Case(cell, 3, 3, 20, dtype=dtype, scale=1e4, bias=False, tier=tier)
@@ -254,7 +269,7 @@ def small_devices() -> None:
     def plan(case: Case, **device: int) -> str:
         set_device(**device)
         check(case)
-        return torch.ops.seqkern_cuda.rnn_scan_plan(build(case, 0)["w_hh"], 3, case.cell, case.norm, False, "auto")
+        return plan_of(case)
 
     case = Case(hidden=64, batch=9)
     assert plan(case).startswith("block: teams of 1 blocks of 8 warps")
@@ -264,8 +279,7 @@ def small_devices() -> None:
     assert plan(replace(case, hidden=130, dtype=BF16), arch=80, multiprocessors=9).startswith("grid: teams of 9 blocks")
     assert plan(replace(case, hidden=129, cell=GRU, dtype=BF16)).startswith("cluster: teams of 2 blocks of 5 warps")
     set_device(arch=80, shared=16 << 10)
-    weights = build(case, 0)["w_hh"]
-    why = torch.ops.seqkern_cuda.rnn_scan_plan(weights, 3, LSTM, False, False, "auto")
+    why = plan_of(case)
     assert why.startswith("none: one block would need"), why
     assert "the device has no clusters; the whole device does not hold the weights" in why
     raises("no tier of the scan serves a hidden size of 64: none", case)
@@ -293,17 +307,21 @@ def wrong_arguments() -> None:
 
 def same_bits() -> None:
     """Whatever the schedule, and whatever else is in the batch."""
-    set_device(multiprocessors=16)
+    # All of the batch in tiles of 16 rows (not float32), one sequence in a tile of 8.
+    device = {"multiprocessors": 2, "shared": 100 << 10}
+    set_device(**device)
     for cell, dtype, tier, norm in itertools.product((LSTM, GRU), (F32, BF16), TIERS, (False, True)):
-        case = Case(cell, 4, 11, 40, 2, dtype=dtype, lengths=True, resets=True, mask=True, norm=norm, tier=tier)
+        case = Case(cell, 4, 43, 40, 2, dtype=dtype, lengths=True, resets=True, mask=True, norm=norm, tier=tier)
+        assert dtype == F32 or plan_of(case).endswith("16 rows of the batch a team")
+        assert plan_of(replace(case, batch=1)).endswith("8 rows of the batch a team"), plan_of(case)
         tensors = build(case, 1)
         first = ours(case, tensors)
         for seed in (1, 2, 3):
-            set_device(multiprocessors=16, seed=seed)
+            set_device(**device, seed=seed)
             for name, result in ours(case, tensors).items():
                 shown = [active(case, tensors, name, each) for each in (result, first[name])]
                 assert torch.equal(*shown), f"{case}: {name} with seed {seed}"
-        for row in (0, 8, 10):
+        for row in (0, 17, 42):
             rows = slice(row, row + 1)
             alone = dict(tensors)
             for name, dim in (("x", 2), ("h0", 1), ("c0", 1), ("mask", 1), ("lengths", 0), ("resets", 1)):
@@ -355,6 +373,7 @@ PARTS = {
     "options": check_all(options),
     "norms": check_all(norms),
     "in_turn": check_all(in_turn),
+    "large_batches": check_all(large_batches, multiprocessors=3, shared=44 << 10),
     "saturated": check_all(saturated),
     "small_devices": small_devices,
     "wrong_arguments": wrong_arguments,
@@ -368,7 +387,7 @@ PARTS = {
     "what",
     [
         ("sizes", "cluster", "grid"),
-        ("options", "norms", "in_turn", "saturated"),
+        ("options", "norms", "in_turn", "large_batches", "saturated"),
         ("small_devices", "wrong_arguments", "same_bits", "strided"),
     ],
     ids="-".join,
