@@ -1,11 +1,13 @@
-"""LSTM, GRU and RNN layers with every option, forward and backward, in Triton.
+"""LSTM, GRU and RNN layers with every option, forward and backward: Triton, with a scan in Triton or in CUDA C++.
 
 The idea. Everything that does not wait for h_{t-1} leaves the loop: one GEMM gives what the input contributes to the
 gates of all steps, and after the backward scan one GEMM each gives grad_input and the gradients of the weights. For
-the scan itself there are two ways:
+the scan itself there are three ways:
 
 - small hidden sizes (`_rnn_sequence.py`): one program for a direction and a tile of the batch walks all steps, with
   the weights, h and c on chip. Two sequences never meet, so nothing is synchronised between programs;
+- where CUDA C++ is in force (csrc/rnn/*_cuda.cu): the same by one block, a cluster of them, or the whole device, as far
+  as the weights fit on chip, with zoneout and layer norm, but neither projection, peepholes nor float64;
 - all others (`_rnn_steps.py`): a step is one product with w_hh, of both directions at once, and one kernel, which adds
   products and biases, normalises, applies gates, zoneout, lengths and resets, and keeps what the backward pass needs.
 
@@ -36,6 +38,7 @@ the loop waits for the device, so a caller may capture it in a CUDA graph.
 
 import torch
 
+from .. import _library
 from . import _rnn_plans as plans
 from ._common import accumulator, run, shared_memory, unit_last
 from ._rnn_aot import aot_configurations
@@ -45,6 +48,8 @@ from ._rnn_sequence import plan_forward as plan_sequence_forward
 from ._rnn_sequence import takes_sequence
 
 __all__ = ["aot_configurations", "rnn_bwd", "rnn_cell_bwd", "rnn_cell_fwd", "rnn_fwd"]
+
+TIER = "auto"  # of the CUDA scan: the smallest that holds the weights, or, for tests, "block", "cluster" or "grid"
 
 
 def _product(a, b, out=None):
@@ -108,14 +113,37 @@ def rnn_fwd(
         products = h0.new_empty((d, t, b, problem.width), dtype=acc) if norm else None
     x = _input_gates(input, w_ih, problem, gates if cell != GRU else None)
 
-    # A persistent kernel over several multiprocessors will stand between these two.
-    if not w_hr and takes_sequence(problem, shared_memory(input.device)):
-        h, c = _scan_whole(problem, x, h0, c0, stack(w_hh), output, cells, gates)
+    w_hh, w_hr = stack(w_hh), stack(w_hr)
+    cuda = _cuda_scan(problem, w_hh, w_hr)
+    if cuda is not None:
+        h, c = _scan_cuda(cuda, problem, x, h0, c0, w_hh, output, cells, gates, products)
+    elif w_hr is None and takes_sequence(problem, shared_memory(input.device)):
+        h, c = _scan_whole(problem, x, h0, c0, w_hh, output, cells, gates)
     else:
-        h, c = _scan_steps(problem, x, h0, c0, stack(w_hh), stack(w_hr), output, cells, gates, products)
+        h, c = _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products)
     empty = h0.new_empty(0)
     kept = tuple(h0.new_empty(0, dtype=acc) if each is None else each for each in (cells, gates, products))
     return output, h.to(input.dtype), empty if c is None else c.to(input.dtype), *kept
+
+
+def _cuda_scan(problem, w_hh, w_hr, backward=False):
+    """The ops in CUDA C++, where they are in force and one of their tiers serves this scan."""
+    ops = _library.cuda_ops("rnn", w_hh)
+    if ops is None or w_hr is not None or problem.peephole is not None or problem.dtype == torch.float64:
+        return None
+    plan = ops.rnn_scan_plan(w_hh, problem.b, problem.cell, problem.norm is not None, backward, TIER)
+    return None if plan.startswith("none") else ops
+
+
+def _scan_cuda(ops, problem, x, h0, c0, w_hh, output, cells, gates, products):
+    """(h, c) behind the last step, from one launch in CUDA C++."""
+    c0 = None if c0 is None else c0.contiguous()
+    h, c = ops.rnn_scan_fwd(
+        x, w_hh.contiguous(), problem.bias, problem.norm, problem.lengths, problem.resets, problem.mask, problem.seed,
+        h0, c0, problem.zoneout_h, problem.zoneout_c, problem.eps, problem.cell, problem.reverse, output, cells, gates,
+        products, TIER,
+    )  # fmt: skip
+    return h, None if c0 is None else c
 
 
 def _scan_whole(problem, x, h0, c0, w_hh, output, cells, gates):
@@ -201,8 +229,14 @@ def rnn_bwd(
     apart = d > 1 or cell == GRU or norm
     grad_products = _per_step(problem, problem.width, need_weights) if apart else grad_x.view(1, t, b, problem.width)
     sums = norm_sums, peephole_sums = plans.row_sums(problem)
-    if w_hr is None and takes_sequence(problem, shared_memory(device)):
-        hidden, grad_hat = None, None
+    hidden, grad_hat = None, None
+    cuda = _cuda_scan(problem, w_hh, w_hr, backward=True)
+    if cuda is not None:
+        grad_h0, grad_c0 = _scan_back_cuda(
+            cuda, problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh,
+            grad_x, grad_products if apart and need_weights else None, norm_sums,
+        )  # fmt: skip
+    elif w_hr is None and takes_sequence(problem, shared_memory(device)):
         (grad_h0, grad_c0), launches = plan_sequence_backward(
             problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, w_hh.contiguous(),
             grad_x, grad_products if apart else None,
@@ -253,6 +287,20 @@ def _per_step(problem, columns, keep):
     t = problem.t if keep else 1
     memory = torch.empty((problem.d, t, problem.b, columns), dtype=problem.dtype, device=problem.device)
     return memory if keep else memory.expand(-1, problem.t, -1, -1)
+
+
+def _scan_back_cuda(
+    ops, problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh, grad_x,
+    grad_products, norm_sums,
+):  # fmt: skip
+    """(grad_h0, grad_c0), from one launch in CUDA C++. grad_products: None where no gradient of w_hh is wanted."""
+    grad_h_n, grad_c_n = (None if each is None else each.contiguous() for each in (grad_h_n, grad_c_n))
+    grad_h0, grad_c0 = ops.rnn_scan_bwd(
+        grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh.contiguous(),
+        problem.norm, problem.lengths, problem.resets, problem.mask, problem.seed, problem.zoneout_h, problem.zoneout_c,
+        problem.eps, problem.cell, problem.reverse, grad_x, grad_products, norm_sums, TIER,
+    )  # fmt: skip
+    return grad_h0, None if c0 is None else grad_c0
 
 
 def _scan_back(
