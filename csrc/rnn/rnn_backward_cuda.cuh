@@ -24,9 +24,10 @@
 //   grid      through global memory, two buffers likewise. A packet of 16 bytes is 4 rows of a unit; the lowest bits of
 //             its 4 words, 2^-24 of the value, say which step it belongs to, and the owner polls until they do.
 //
-// Shared memory of a block: 2 G H^2 / C bytes of weights (4 G H^2 / C in float32), twice 16 or 32 bytes of da for each of
-// its gates, 32 H bytes of parts (twice in a cluster; of the grid, as many as threads add up). A step of a block: 16 G H^2 / C FLOP, the weights read once from shared
-// memory, 32 H bytes sent and 32 H received. What memory holds of the next step is asked for before the product.
+// Shared memory of a block: 2 G H^2 / C bytes of weights (4 G H^2 / C in float32), twice 16 or 32 bytes of da for each
+// of its gates, 32 H bytes of parts (twice in a cluster; of the grid, as many as threads add up). A step of a block: 16
+// G H^2 / C FLOP, the weights read once from shared memory, 32 H bytes sent and 32 H received. What memory holds of the
+// next step is asked for before the product.
 #pragma once
 
 #include "cuda_device.cuh"
@@ -76,10 +77,10 @@ struct Gates {
 
 // How a block's work and its shared memory are divided. `element`: bytes of the dtype.
 struct Layout {
-  int groups;    // of 8 units, of the layer
-  int units;     // most that a block owns
-  int k, m;      // rows of my weights, and units: rounded up to tiles where the tensor cores take them
-  int planes;    // parts that are added up when dh is read
+  int groups;  // of 8 units, of the layer
+  int units;   // most that a block owns
+  int k, m;    // rows of my weights, and units: rounded up to tiles where the tensor cores take them
+  int planes;  // parts that are added up when dh is read
   int64_t da, parts, where, barriers, total;  // offsets; the weights come first
   __host__ __device__ Layout(int hidden, int gates, int blocks, Exchange exchange, int element) {
     groups = (hidden + 7) / 8;
@@ -267,8 +268,8 @@ SK_DEVICE Kept fetch(const Problem& p, const Row& row, int unit, int d, bool bac
     kept.state = inside ? p.cells[((d * p.steps + past) * B + row.number) * H + unit] : read<T>(p.c0, first);
   }
   if (CELL == kGru && !reset) {
-    kept.state = inside ? read<T>(p.output, ((past * B + row.number) * p.directions + d) * H + unit)
-                        : read<T>(p.h0, first);
+    kept.state =
+        inside ? read<T>(p.output, ((past * B + row.number) * p.directions + d) * H + unit) : read<T>(p.h0, first);
   }
   if (p.grad_output != nullptr) {
     kept.grad_h = read<T>(p.grad_output, t * p.grad_output_time + row.number * p.grad_output_row + d * H + unit);
@@ -301,7 +302,8 @@ SK_DEVICE float through_zoneout(const Problem& p, int64_t b, int unit, int kind,
 // goes in as the gradient of the new cell state and comes out as that of the old one.
 template <int CELL>
 SK_DEVICE float pointwise(const Problem& p, int64_t b, int unit, const Kept& kept, int d, int64_t t, bool reset,
-                          float later, float& later_c, float (&of_x)[Gates<CELL>::count], float (&of_h)[Gates<CELL>::count]) {
+                          float later, float& later_c, float (&of_x)[Gates<CELL>::count],
+                          float (&of_h)[Gates<CELL>::count]) {
   float grad = later + kept.grad_h;
   float beside = through_zoneout(p, b, unit, 0, d, t, grad);
   if constexpr (CELL == kLstm) {
@@ -396,9 +398,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
       if (p.recurrent_mask != nullptr) factor[i] = p.recurrent_mask[at];
       if (p.grad_h_n != nullptr) later[i] = read<T>(p.grad_h_n, at);
       if (CELL == kLstm && p.grad_c_n != nullptr) later_c[i] = read<T>(p.grad_c_n, at);
-      if (now.active) {
-        kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, backwards ? 0 : p.steps - 1, now.reset);
-      }
+      if (now.active) { kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, backwards ? 0 : p.steps - 1, now.reset); }
     }
     for (int64_t step = p.steps - 1; step >= 0; --step, ++count) {
       const int64_t t = backwards ? p.steps - 1 - step : step, ahead = backwards ? t + 1 : t - 1;

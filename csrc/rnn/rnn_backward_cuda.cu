@@ -1,0 +1,313 @@
+// The backward scan of recurrent layers, host side: checks, the choice of a tier, the launch.
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "cuda_launch.h"
+#include "rnn_backward_cuda.cuh"
+#include "rnn_backward_cuda.h"
+#include "tensor.h"
+
+namespace seqkern {
+namespace {
+
+using namespace rnn_backward;
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr const char* kTiers[] = {"block", "cluster", "grid"};
+constexpr int kGates[] = {4, 3, 1, 1}, kKept[] = {4, 4, 1, 1};
+
+// ---- plan ---------------------------------------------------------------------------------------------------------
+
+using Kernel = void (*)(const Problem);
+
+template <class T, int CELL>
+Kernel kernel_of_size(int units) {
+  return units <= 32 ? &scan_backward_kernel<T, CELL, 1> : &scan_backward_kernel<T, CELL, kLongest / 32>;
+}
+template <class T>
+Kernel kernel_of_cell(int cell, int units) {
+  switch (cell) {
+    case kLstm: return kernel_of_size<T, kLstm>(units);
+    case kGru: return kernel_of_size<T, kGru>(units);
+    default: return kernel_of_size<T, kTanh>(units);
+  }
+}
+Kernel kernel_of(ScalarType type, int cell, int units) {
+  switch (type) {
+    case ScalarType::Float: return kernel_of_cell<float>(cell, units);
+    case ScalarType::BFloat16: return kernel_of_cell<BFloat16>(cell, units);
+    default: return kernel_of_cell<Half>(cell, units);
+  }
+}
+
+struct Plan {
+  bool served = false;
+  Exchange exchange = kBlock;
+  int blocks = 1, teams = 1, launches = 1;  // teams: of a direction; launches: 2 where a direction fills the device
+  LaunchShape shape;
+  Kernel kernel = nullptr;
+  std::string why;
+};
+
+class Planner {
+ public:
+  Planner(const Tensor& w_hh, int64_t batch, int cell)
+      : device_(cuda_device(w_hh)),
+        type_(w_hh.scalar_type()),
+        cell_(cell),
+        hidden_(static_cast<int>(w_hh.size(2))),
+        directions_(static_cast<int>(w_hh.size(0))),
+        element_(static_cast<int>(w_hh.element_size())),
+        groups_((hidden_ + 7) / 8),
+        tiles_(std::max<int64_t>(1, (batch + kRows - 1) / kRows)) {}
+
+  // The smallest tier that holds the weights, or the one asked for.
+  Plan plan(const std::string& tier) const {
+    Plan none;
+    for (Exchange exchange : {kBlock, kCluster, kGrid}) {
+      if (tier != "auto" && tier != kTiers[exchange]) continue;
+      Plan plan = exchange == kBlock ? block() : exchange == kCluster ? cluster() : grid();
+      if (plan.served) return plan;
+      none.why += (none.why.empty() ? "" : "; ") + plan.why;
+    }
+    return none;
+  }
+
+ private:
+  // Everything about a team of that size; not served where its blocks have too little shared memory.
+  Plan team(Exchange exchange, int blocks) const {
+    Plan plan;
+    const Layout layout(hidden_, kGates[cell_], blocks, exchange, element_);
+    plan.exchange = exchange;
+    plan.blocks = blocks;
+    plan.shape.block = dim3(kThreads);
+    plan.shape.shared_bytes = static_cast<size_t>(layout.total);
+    plan.shape.cluster = exchange == kCluster ? blocks : 1;
+    plan.shape.all_resident = exchange == kGrid;
+    plan.kernel = kernel_of(type_, cell_, layout.units);
+    plan.served = layout.units <= kLongest && layout.total <= device_.shared_per_block;
+    plan.why = std::to_string(layout.units) + " units and " + std::to_string(layout.total) +
+               " bytes of shared memory a block, " + std::to_string(blocks) + (blocks == 1 ? " block" : " blocks") +
+               " a team";
+    return plan;
+  }
+  void spread(Plan& plan, int64_t teams) const {
+    plan.teams = static_cast<int>(std::min<int64_t>(tiles_, std::max<int64_t>(1, teams)));
+    plan.shape.grid = dim3(static_cast<unsigned>(plan.teams * directions_ / plan.launches * plan.blocks));
+  }
+
+  Plan block() const {
+    Plan plan = team(kBlock, 1);
+    if (!plan.served) plan.why = "a block does not hold the weights";
+    spread(plan, tiles_);
+    return plan;
+  }
+
+  // The fewest blocks that hold the weights; more as long as the device has room for them.
+  Plan cluster() const {
+    Plan best;
+    best.why = "no cluster of up to " + std::to_string(device_.max_cluster) + " blocks holds the weights";
+    if (device_.architecture < 90) {
+      best.why = "no clusters before compute capability 9.0";
+      return best;
+    }
+    for (int blocks = 1; blocks <= device_.max_cluster && blocks <= groups_; blocks *= 2) {
+      if (blocks == 1 && groups_ > 1) continue;
+      Plan plan = team(kCluster, blocks);
+      if (!plan.served) continue;
+      if (best.served && blocks * tiles_ * directions_ > device_.multiprocessors) break;
+      spread(plan, tiles_);
+      const int resident = resident_clusters("rnn_scan_bwd", reinterpret_cast<const void*>(plan.kernel), plan.shape);
+      if (resident == 0) continue;
+      spread(plan, resident / directions_);
+      best = plan;
+    }
+    return best;
+  }
+
+  // At most 32 units a block where there is room, and as few blocks as that needs.
+  Plan grid() const {
+    Plan best;
+    best.why = "the multiprocessors do not hold the weights";
+    const int most = std::min(groups_, device_.multiprocessors);
+    for (int blocks = 1; blocks <= most; ++blocks) {
+      Plan plan = team(kGrid, blocks);
+      if (!plan.served) continue;
+      if (best.served && blocks * tiles_ * directions_ > device_.multiprocessors) break;
+      if (resident_blocks("rnn_scan_bwd", reinterpret_cast<const void*>(plan.kernel), plan.shape) == 0) continue;
+      const int together = device_.multiprocessors / blocks;  // teams
+      plan.launches = together >= directions_ ? 1 : directions_;
+      spread(plan, together * plan.launches / directions_);
+      best = plan;
+      if ((groups_ + blocks - 1) / blocks <= 4) break;
+    }
+    return best;
+  }
+
+  const CudaDevice& device_;
+  ScalarType type_;
+  int cell_, hidden_, directions_, element_, groups_;
+  int64_t tiles_;
+};
+
+Planner planner(const Tensor& w_hh, int64_t batch, int64_t cell, const std::string& tier, const char* op) {
+  SK_CHECK(cell >= 0 && cell <= 3, op, ": cell must be 0 (LSTM), 1 (GRU), 2 (tanh) or 3 (relu), got ", cell);
+  SK_CHECK(tier == "auto" || std::find(std::begin(kTiers), std::end(kTiers), tier) != std::end(kTiers), op,
+           ": tier must be auto, block, cluster or grid, got ", tier);
+  check_dim(w_hh, 3, op, "w_hh");
+  SK_CHECK(w_hh.size(0) == 1 || w_hh.size(0) == 2, op, ": w_hh must have 1 or 2 directions, got ", w_hh.size(0));
+  check_size(w_hh, 1, checked_product({kGates[cell], w_hh.size(2)}, op), op, "w_hh");
+  SK_CHECK(w_hh.size(2) > 0 && w_hh.size(2) <= 65536, op, ": hidden sizes of 1 to 65536, got ", w_hh.size(2));
+  return Planner(w_hh, batch, static_cast<int>(cell));
+}
+
+// ---- the op -------------------------------------------------------------------------------------------------------
+
+struct Checker {
+  const char* op;
+  const Tensor& first;
+  // Contiguous unless `any_strides`.
+  void operator()(const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type, const char* name,
+                  bool any_strides = false) const {
+    check_type(t, type, op, name);
+    check_dim(t, static_cast<int64_t>(sizes.size()), op, name);
+    int64_t dim = 0;
+    for (int64_t size : sizes) check_size(t, dim++, size, op, name);
+    SK_CHECK(t.device() == first.device(), op, ": ", name, " must be on the device of w_hh");
+    check_memory(t, op, name);
+    SK_CHECK(any_strides ? unit_last_stride(t) : t.is_contiguous(), op, ": ", name,
+             any_strides ? " must have a contiguous last dimension" : " must be contiguous");
+  }
+  void operator()(const MaybeTensor& t, std::initializer_list<int64_t> sizes, ScalarType type, const char* name,
+                  bool any_strides = false) const {
+    if (t) (*this)(*t, sizes, type, name, any_strides);
+  }
+};
+
+template <class P = void>
+const P* read(const MaybeTensor& t) {
+  return t ? static_cast<const P*>(t->const_data_ptr()) : nullptr;
+}
+
+uint32_t threshold(double p) { return static_cast<uint32_t>(std::min(p * 4294967296.0, 4294967295.0)); }
+
+std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n,
+                                        const MaybeTensor& grad_c_n, const MaybeTensor& grad_cells, const Tensor& gates,
+                                        const MaybeTensor& cells, const MaybeTensor& c0, const Tensor& output,
+                                        const Tensor& h0, const MaybeTensor& products, const Tensor& w_hh,
+                                        const MaybeTensor& norm, const MaybeTensor& lengths, const MaybeTensor& resets,
+                                        const MaybeTensor& recurrent_mask, const MaybeTensor& seed, double zoneout_h,
+                                        double zoneout_c, double eps, int64_t cell, bool reverse, Tensor grad_x,
+                                        std::optional<Tensor> grad_products, std::optional<Tensor> norm_sums,
+                                        std::string tier) {
+  const char* op = "rnn_scan_bwd";
+  const Planner plans = planner(w_hh, h0.dim() == 3 ? h0.size(1) : 0, cell, tier, op);
+  const ScalarType type = w_hh.scalar_type(), acc = ScalarType::Float;
+  SK_CHECK(type == acc || type == ScalarType::BFloat16 || type == ScalarType::Half, op,
+           ": w_hh must be float32, bfloat16 or float16, got ScalarType ", static_cast<int>(type));
+  const Checker check{op, w_hh};
+  check_dim(output, 3, op, "output");
+  check_dim(h0, 3, op, "h0");
+  const int64_t D = w_hh.size(0), H = w_hh.size(2), T = output.size(0), B = h0.size(1), G = kGates[cell];
+  const bool lstm = cell == kLstm;
+  SK_CHECK(!reverse || D == 1, op, ": reverse is for one direction, w_hh has ", D);
+  SK_CHECK(lstm == c0.has_value() && lstm == cells.has_value(), op, ": c0 and cells are for LSTM, which needs them");
+  SK_CHECK(lstm || (!grad_c_n && !grad_cells), op, ": grad_c_n and grad_cells are for LSTM");
+  check(w_hh, {D, G * H, H}, type, "w_hh");
+  check(h0, {D, B, H}, type, "h0");
+  check(c0, {D, B, H}, type, "c0");
+  check(output, {T, B, D * H}, type, "output");
+  check(cells, {D, T, B, H}, acc, "cells");
+  check(gates, {D, T, B, kKept[cell] * H}, acc, "gates");
+  check(grad_output, {T, B, D * H}, type, "grad_output", true);
+  check(grad_h_n, {D, B, H}, type, "grad_h_n");
+  check(grad_c_n, {D, B, H}, type, "grad_c_n");
+  check(grad_cells, {D, T, B, H}, acc, "grad_cells");
+  check(lengths, {B}, ScalarType::Long, "lengths");
+  check(resets, {T, B}, ScalarType::Byte, "resets");
+  check(recurrent_mask, {D, B, H}, acc, "recurrent_mask");
+  check(seed, {1}, ScalarType::Long, "seed");
+  check(grad_x, {T, B, D * G * H}, type, "grad_x");
+  check(grad_products, {D, T, B, G * H}, type, "grad_products", true);
+  if (grad_products) {
+    SK_CHECK(B <= 1 || grad_products->stride(2) == G * H, op,
+             ": the rows of grad_products must lie next to each other");
+  }
+  for (double p : {zoneout_h, zoneout_c}) {
+    SK_CHECK(p >= 0 && p <= 1, op, ": zoneout must be a probability, between 0 and 1, got ", p);
+  }
+  SK_CHECK(!norm, op, ": layer norm is not served");
+
+  Tensor grad_h0 = empty(w_hh, {D, B, H}, acc), grad_c0 = empty(w_hh, {lstm ? D : 0, B, H}, acc);
+  if (B == 0) return {grad_h0, grad_c0};
+  const OnDevice on_device(w_hh);
+  const Plan plan = plans.plan(tier);
+  SK_CHECK(plan.served, op, ": hidden size ", H, " is not served: ", plan.why);
+
+  Problem p{};
+  p.grad_output = read(grad_output);
+  p.grad_h_n = read(grad_h_n);
+  p.grad_c_n = read(grad_c_n);
+  p.grad_cells = read<float>(grad_cells);
+  p.gates = static_cast<const float*>(gates.const_data_ptr());
+  p.cells = read<float>(cells);
+  p.c0 = read(c0);
+  p.output = output.const_data_ptr();
+  p.h0 = h0.const_data_ptr();
+  p.w_hh = w_hh.const_data_ptr();
+  p.lengths = read<int64_t>(lengths);
+  p.seed = read<int64_t>(seed);
+  p.resets = read<uint8_t>(resets);
+  p.recurrent_mask = read<float>(recurrent_mask);
+  p.grad_x = grad_x.mutable_data_ptr();
+  p.grad_products = grad_products ? grad_products->mutable_data_ptr() : nullptr;
+  p.grad_h0 = static_cast<float*>(grad_h0.mutable_data_ptr());
+  p.grad_c0 = lstm ? static_cast<float*>(grad_c0.mutable_data_ptr()) : nullptr;
+  if (grad_output) p.grad_output_time = grad_output->stride(0), p.grad_output_row = grad_output->stride(1);
+  if (grad_products) {
+    p.grad_products_direction = grad_products->stride(0), p.grad_products_time = grad_products->stride(1);
+  }
+  p.steps = T;
+  p.batch = B;
+  p.hidden = static_cast<int>(H);
+  p.directions = static_cast<int>(D);
+  p.reverse = reverse;
+  p.relu = cell == kRelu;
+  const bool zones = zoneout_h > 0 || zoneout_c > 0;
+  p.zoneout = !zones ? kNoZoneout : seed ? kDrawn : kExpected;
+  p.threshold_h = threshold(zoneout_h);
+  p.threshold_c = threshold(zoneout_c);
+  p.zoneout_h = static_cast<float>(zoneout_h);
+  p.zoneout_c = static_cast<float>(zoneout_c);
+  p.exchange = plan.exchange;
+  p.blocks = plan.blocks;
+  p.teams = plan.teams;
+  std::optional<Tensor> mailbox;
+  for (int launched = 0; launched < plan.launches; ++launched) {
+    p.first_direction = launched;
+    if (plan.exchange == kGrid) {  // zeros: nothing has arrived
+      const Layout layout(p.hidden, static_cast<int>(G), plan.blocks, kGrid, static_cast<int>(w_hh.element_size()));
+      const int64_t floats = checked_product({2, plan.shape.grid.x, plan.blocks, layout.units, kRows}, op);
+      mailbox = torch::stable::new_zeros(w_hh, {floats}, acc);
+      p.mailbox = static_cast<uint4*>(mailbox->mutable_data_ptr());
+    }
+    launch(op, plan.kernel, plan.shape, current_stream(w_hh), p);
+  }
+  return {grad_h0, grad_c0};
+}
+
+}  // namespace
+
+std::string rnn_backward_plan(const Tensor& w_hh, int64_t batch, int64_t cell, bool norm, const std::string& tier) {
+  const Planner plans = planner(w_hh, batch, cell, tier, "rnn_scan_plan");
+  if (norm) return "none: layer norm is not served";
+  const OnDevice on_device(w_hh);
+  const Plan plan = plans.plan(tier);
+  return (plan.served ? kTiers[plan.exchange] : std::string("none")) + ": " + plan.why;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(seqkern_cuda, SK_CUDA_KEY, m) { m.impl("rnn_scan_bwd", TORCH_BOX(&rnn_scan_bwd)); }
+
+}  // namespace seqkern
