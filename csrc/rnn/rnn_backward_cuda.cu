@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cuda_launch.h"
+#include "dropout.h"
 #include "rnn_backward_cuda.cuh"
 #include "rnn_backward_cuda.h"
 #include "tensor.h"
@@ -15,8 +16,8 @@ namespace {
 using namespace rnn_backward;
 using MaybeTensor = std::optional<Tensor>;
 
+constexpr int kPlenty = 32;  // units that every thread has one element of
 constexpr const char* kTiers[] = {"block", "cluster", "grid"};
-constexpr int kGates[] = {4, 3, 1, 1}, kKept[] = {4, 4, 1, 1};
 
 // ---- plan ---------------------------------------------------------------------------------------------------------
 
@@ -29,9 +30,9 @@ Kernel kernel_of_size(int units) {
 template <class T>
 Kernel kernel_of_cell(int cell, int units) {
   switch (cell) {
-    case kLstm: return kernel_of_size<T, kLstm>(units);
-    case kGru: return kernel_of_size<T, kGru>(units);
-    default: return kernel_of_size<T, kTanh>(units);
+    case kRnnLstm: return kernel_of_size<T, kRnnLstm>(units);
+    case kRnnGru: return kernel_of_size<T, kRnnGru>(units);
+    default: return kernel_of_size<T, kRnnTanh>(units);
   }
 }
 Kernel kernel_of(ScalarType type, int cell, int units) {
@@ -45,7 +46,8 @@ Kernel kernel_of(ScalarType type, int cell, int units) {
 struct Plan {
   bool served = false;
   Exchange exchange = kBlock;
-  int blocks = 1, teams = 1, launches = 1;  // teams: of a direction; launches: 2 where a direction fills the device
+  int blocks = 1, units = 0;    // of a team, of a block
+  int teams = 1, launches = 1;  // teams: of a direction; launches: 2 where a direction fills the device
   LaunchShape shape;
   Kernel kernel = nullptr;
   std::string why;
@@ -79,9 +81,10 @@ class Planner {
   // Everything about a team of that size; not served where its blocks have too little shared memory.
   Plan team(Exchange exchange, int blocks) const {
     Plan plan;
-    const Layout layout(hidden_, kGates[cell_], blocks, exchange, element_);
+    const Layout layout(hidden_, rnn_gates(cell_), blocks, exchange, element_);
     plan.exchange = exchange;
     plan.blocks = blocks;
+    plan.units = layout.units;
     plan.shape.block = dim3(kThreads);
     plan.shape.shared_bytes = static_cast<size_t>(layout.total);
     plan.shape.cluster = exchange == kCluster ? blocks : 1;
@@ -105,43 +108,34 @@ class Planner {
     return plan;
   }
 
-  // The fewest blocks that hold the weights; more as long as the device has room for them.
+  // The number of blocks of a team does not depend on the batch, nor does therefore any sum.
+  // The fewest that leave a block no more than kPlenty units, else as many as there may be.
   Plan cluster() const {
     Plan best;
-    best.why = "no cluster of up to " + std::to_string(device_.max_cluster) + " blocks holds the weights";
-    if (device_.architecture < 90) {
-      best.why = "no clusters before compute capability 9.0";
-      return best;
-    }
-    for (int blocks = 1; blocks <= device_.max_cluster && blocks <= groups_; blocks *= 2) {
-      if (blocks == 1 && groups_ > 1) continue;
-      Plan plan = team(kCluster, blocks);
+    best.why = device_.max_cluster == 1 ? "the device has no clusters" : "no cluster holds the weights";
+    for (int blocks = 2; blocks <= device_.max_cluster && blocks <= std::max(2, groups_); blocks *= 2) {
+      Plan plan = team(kCluster, std::min(blocks, groups_));
       if (!plan.served) continue;
-      if (best.served && blocks * tiles_ * directions_ > device_.multiprocessors) break;
-      spread(plan, tiles_);
       const int resident = resident_clusters("rnn_scan_bwd", reinterpret_cast<const void*>(plan.kernel), plan.shape);
       if (resident == 0) continue;
       spread(plan, resident / directions_);
       best = plan;
+      if (plan.units <= kPlenty) break;
     }
     return best;
   }
-
-  // At most 32 units a block where there is room, and as few blocks as that needs.
   Plan grid() const {
     Plan best;
-    best.why = "the multiprocessors do not hold the weights";
-    const int most = std::min(groups_, device_.multiprocessors);
-    for (int blocks = 1; blocks <= most; ++blocks) {
+    best.why = "the device does not hold the weights";
+    for (int blocks = 1; blocks <= std::min(groups_, device_.multiprocessors); ++blocks) {
       Plan plan = team(kGrid, blocks);
-      if (!plan.served) continue;
-      if (best.served && blocks * tiles_ * directions_ > device_.multiprocessors) break;
+      if (!plan.served || (best.served && plan.units == best.units)) continue;
       if (resident_blocks("rnn_scan_bwd", reinterpret_cast<const void*>(plan.kernel), plan.shape) == 0) continue;
       const int together = device_.multiprocessors / blocks;  // teams
       plan.launches = together >= directions_ ? 1 : directions_;
       spread(plan, together * plan.launches / directions_);
       best = plan;
-      if ((groups_ + blocks - 1) / blocks <= 4) break;
+      if (plan.units <= kPlenty) break;
     }
     return best;
   }
@@ -158,7 +152,7 @@ Planner planner(const Tensor& w_hh, int64_t batch, int64_t cell, const std::stri
            ": tier must be auto, block, cluster or grid, got ", tier);
   check_dim(w_hh, 3, op, "w_hh");
   SK_CHECK(w_hh.size(0) == 1 || w_hh.size(0) == 2, op, ": w_hh must have 1 or 2 directions, got ", w_hh.size(0));
-  check_size(w_hh, 1, checked_product({kGates[cell], w_hh.size(2)}, op), op, "w_hh");
+  check_size(w_hh, 1, checked_product({rnn_gates(static_cast<int>(cell)), w_hh.size(2)}, op), op, "w_hh");
   SK_CHECK(w_hh.size(2) > 0 && w_hh.size(2) <= 65536, op, ": hidden sizes of 1 to 65536, got ", w_hh.size(2));
   return Planner(w_hh, batch, static_cast<int>(cell));
 }
@@ -191,8 +185,6 @@ const P* read(const MaybeTensor& t) {
   return t ? static_cast<const P*>(t->const_data_ptr()) : nullptr;
 }
 
-uint32_t threshold(double p) { return static_cast<uint32_t>(std::min(p * 4294967296.0, 4294967295.0)); }
-
 std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n,
                                         const MaybeTensor& grad_c_n, const MaybeTensor& grad_cells, const Tensor& gates,
                                         const MaybeTensor& cells, const MaybeTensor& c0, const Tensor& output,
@@ -210,8 +202,10 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   const Checker check{op, w_hh};
   check_dim(output, 3, op, "output");
   check_dim(h0, 3, op, "h0");
-  const int64_t D = w_hh.size(0), H = w_hh.size(2), T = output.size(0), B = h0.size(1), G = kGates[cell];
-  const bool lstm = cell == kLstm;
+  const int64_t D = w_hh.size(0), H = w_hh.size(2), T = output.size(0), B = h0.size(1),
+                G = rnn_gates(static_cast<int>(cell));
+  const bool lstm = cell == kRnnLstm;
+  SK_CHECK(T < int64_t{1} << 30 && B < int64_t{1} << 30, op, ": at most 2^30 steps and sequences, got ", T, " and ", B);
   SK_CHECK(!reverse || D == 1, op, ": reverse is for one direction, w_hh has ", D);
   SK_CHECK(lstm == c0.has_value() && lstm == cells.has_value(), op, ": c0 and cells are for LSTM, which needs them");
   SK_CHECK(lstm || (!grad_c_n && !grad_cells), op, ": grad_c_n and grad_cells are for LSTM");
@@ -220,7 +214,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   check(c0, {D, B, H}, type, "c0");
   check(output, {T, B, D * H}, type, "output");
   check(cells, {D, T, B, H}, acc, "cells");
-  check(gates, {D, T, B, kKept[cell] * H}, acc, "gates");
+  check(gates, {D, T, B, rnn_kept(static_cast<int>(cell)) * H}, acc, "gates");
   check(grad_output, {T, B, D * H}, type, "grad_output", true);
   check(grad_h_n, {D, B, H}, type, "grad_h_n");
   check(grad_c_n, {D, B, H}, type, "grad_c_n");
@@ -257,10 +251,6 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   p.output = output.const_data_ptr();
   p.h0 = h0.const_data_ptr();
   p.w_hh = w_hh.const_data_ptr();
-  p.lengths = read<int64_t>(lengths);
-  p.seed = read<int64_t>(seed);
-  p.resets = read<uint8_t>(resets);
-  p.recurrent_mask = read<float>(recurrent_mask);
   p.grad_x = grad_x.mutable_data_ptr();
   p.grad_products = grad_products ? grad_products->mutable_data_ptr() : nullptr;
   p.grad_h0 = static_cast<float*>(grad_h0.mutable_data_ptr());
@@ -269,18 +259,25 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   if (grad_products) {
     p.grad_products_direction = grad_products->stride(0), p.grad_products_time = grad_products->stride(1);
   }
-  p.steps = T;
-  p.batch = B;
-  p.hidden = static_cast<int>(H);
-  p.directions = static_cast<int>(D);
-  p.reverse = reverse;
-  p.relu = cell == kRelu;
+  p.scan.steps = static_cast<int>(T);
+  p.scan.batch = static_cast<int>(B);
+  p.scan.hidden = static_cast<int>(H);
+  p.scan.directions = static_cast<int>(D);
+  p.scan.reverse = reverse;
+  p.scan.cell = static_cast<int>(cell);
+  p.scan.lengths = read<int64_t>(lengths);
+  p.scan.resets = read<uint8_t>(resets);
+  p.scan.mask = read<float>(recurrent_mask);
+  p.scan.norm = read<float>(norm);
+  p.scan.eps = static_cast<float>(eps);
   const bool zones = zoneout_h > 0 || zoneout_c > 0;
-  p.zoneout = !zones ? kNoZoneout : seed ? kDrawn : kExpected;
-  p.threshold_h = threshold(zoneout_h);
-  p.threshold_c = threshold(zoneout_c);
-  p.zoneout_h = static_cast<float>(zoneout_h);
-  p.zoneout_c = static_cast<float>(zoneout_c);
+  p.scan.seed = zones ? read<int64_t>(seed) : nullptr;
+  p.scan.expected = zones && !seed;
+  for (int kind : {0, 1}) {
+    const double zoneout = kind == 0 ? zoneout_h : zoneout_c;
+    p.scan.threshold[kind] = Dropout::with(zoneout, 0).threshold;
+    p.scan.zoneout[kind] = static_cast<float>(zoneout);
+  }
   p.exchange = plan.exchange;
   p.blocks = plan.blocks;
   p.teams = plan.teams;
@@ -288,7 +285,8 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   for (int launched = 0; launched < plan.launches; ++launched) {
     p.first_direction = launched;
     if (plan.exchange == kGrid) {  // zeros: nothing has arrived
-      const Layout layout(p.hidden, static_cast<int>(G), plan.blocks, kGrid, static_cast<int>(w_hh.element_size()));
+      const Layout layout(p.scan.hidden, static_cast<int>(G), plan.blocks, kGrid,
+                          static_cast<int>(w_hh.element_size()));
       const int64_t floats = checked_product({2, plan.shape.grid.x, plan.blocks, layout.units, kRows}, op);
       mailbox = torch::stable::new_zeros(w_hh, {floats}, acc);
       p.mailbox = static_cast<uint4*>(mailbox->mutable_data_ptr());

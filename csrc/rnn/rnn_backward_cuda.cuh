@@ -30,14 +30,12 @@
 // next step is asked for before the product.
 #pragma once
 
-#include "cuda_device.cuh"
+#include "rnn_cell_cuda.cuh"
 
 namespace seqkern {
 namespace rnn_backward {
 
-enum Cell { kLstm, kGru, kTanh, kRelu };
 enum Exchange { kBlock, kCluster, kGrid };
-enum Zoneout { kNoZoneout, kExpected, kDrawn };
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRows = 8;          // of the batch, a tile
@@ -45,34 +43,20 @@ constexpr int kPack = 4;          // rows of one unit that travel together
 constexpr int kLongest = 128;     // units of a block
 constexpr unsigned kEpochs = 15;  // what four bits tell apart, beside 0: nothing yet
 
+// An address is null where there is no such gradient, or it is not wanted.
 struct Problem {
-  const void *grad_output, *grad_h_n, *grad_c_n;  // each or null
-  const float* grad_cells;                        // or null
-  const float *gates, *cells;
+  RnnScan scan;
+  const void *grad_output, *grad_h_n, *grad_c_n;
+  const float *grad_cells, *gates, *cells;
   const void *c0, *output, *h0, *w_hh;
-  const int64_t *lengths, *seed;  // or null
-  const uint8_t* resets;          // or null
-  const float* recurrent_mask;    // or null
-  void *grad_x, *grad_products;   // grad_products: or null
+  void *grad_x, *grad_products;
   float *grad_h0, *grad_c0;
   uint4* mailbox;  // of the grid: [buffer][to, any block][from, of its team][half][unit]
   int64_t grad_output_time, grad_output_row, grad_products_direction, grad_products_time;  // strides
-  int64_t steps, batch;
-  int hidden, directions;
-  bool reverse, relu;
-  Zoneout zoneout;
-  uint32_t threshold_h, threshold_c;
-  float zoneout_h, zoneout_c;
   Exchange exchange;
   int blocks;  // of a team
   int teams;   // of a direction
   int first_direction;
-};
-
-template <int CELL>
-struct Gates {
-  static constexpr int count = CELL == kLstm ? 4 : CELL == kGru ? 3 : 1;
-  static constexpr int kept = CELL == kLstm || CELL == kGru ? 4 : 1;
 };
 
 // How a block's work and its shared memory are divided. `element`: bytes of the dtype.
@@ -198,6 +182,7 @@ SK_DEVICE uint4 tagged(float4 v, unsigned epoch) {
   return {(device_bits<uint32_t>(v.x) & ~1u) | (epoch & 1), (device_bits<uint32_t>(v.y) & ~1u) | (epoch >> 1 & 1),
           (device_bits<uint32_t>(v.z) & ~1u) | (epoch >> 2 & 1), (device_bits<uint32_t>(v.w) & ~1u) | (epoch >> 3 & 1)};
 }
+SK_DEVICE float untagged(uint32_t v) { return device_bits<float>(v & ~1u); }
 SK_DEVICE bool arrived(uint4 v, unsigned epoch) {
   return ((v.x & 1) | (v.y & 1) << 1 | (v.z & 1) << 2 | (v.w & 1) << 3) == epoch;
 }
@@ -219,8 +204,8 @@ SK_DEVICE float4 collect(const uint4* inbox, int64_t between, int first, int str
           pause();
           packet[i] = load_fresh_16(inbox + (s + i * stride) * between);
         }
-        sums.x += device_bits<float>(packet[i].x), sums.y += device_bits<float>(packet[i].y);
-        sums.z += device_bits<float>(packet[i].z), sums.w += device_bits<float>(packet[i].w);
+        sums.x += untagged(packet[i].x), sums.y += untagged(packet[i].y);
+        sums.z += untagged(packet[i].z), sums.w += untagged(packet[i].w);
       }
     }
   }
@@ -231,7 +216,7 @@ SK_DEVICE float4 collect(const uint4* inbox, int64_t between, int first, int str
 
 // A lane's row of the batch: all its elements are of one.
 struct Row {
-  int64_t number, length;
+  int number, length;  // no times beyond the batch
   bool there;
 };
 
@@ -243,81 +228,70 @@ struct Kept {
 struct Flags {
   bool active, reset;
 };
-SK_DEVICE Flags flags(const Problem& p, const Row& row, bool backwards, int64_t t) {
-  Flags f = {};
-  f.active = row.there && t >= 0 && t < row.length;
-  // A flag is a border between its time and the one before.
-  if (f.active && p.resets != nullptr && t + backwards < row.length) {
-    f.reset = p.resets[(t + backwards) * p.batch + row.number] != 0;
-  }
+SK_DEVICE Flags flags(const RnnScan& s, const Row& row, bool backwards, int t) {
+  Flags f;
+  f.active = t >= 0 && t < row.length;
+  f.reset = f.active && rnn_resets(s, t, backwards, row.number, row.length);
   return f;
 }
 
 // Of an active step.
 template <class T, int CELL>
-SK_DEVICE Kept fetch(const Problem& p, const Row& row, int unit, int d, bool backwards, int64_t t, bool reset) {
-  constexpr int R = Gates<CELL>::kept;
+SK_DEVICE Kept fetch(const Problem& p, const Row& row, int unit, int d, bool backwards, int t, bool reset) {
+  constexpr int R = rnn_kept(CELL);
   Kept kept = {};
-  const int64_t B = p.batch, H = p.hidden;
-  const int64_t stored = (d * p.steps + t) * B + row.number, first = (d * B + row.number) * H + unit;
-  const bool inside = backwards ? t + 1 < row.length : t > 0;
-  const int64_t past = backwards ? t + 1 : t - 1;
+  const int64_t B = p.scan.batch, H = p.scan.hidden;
+  const int64_t before = int64_t{d} * p.scan.steps * B + row.number, first = (d * B + row.number) * H + unit;
+  const int past = backwards ? t + 1 : t - 1;
+  const bool inside = past >= 0 && past < row.length;
 #pragma unroll
-  for (int k = 0; k < R; ++k) kept.gates[k] = p.gates[stored * (R * H) + k * H + unit];
-  if (CELL == kLstm && !reset) {
-    kept.state = inside ? p.cells[((d * p.steps + past) * B + row.number) * H + unit] : read<T>(p.c0, first);
+  for (int k = 0; k < R; ++k) kept.gates[k] = p.gates[((before + t * B) * R + k) * H + unit];
+  if (CELL == kRnnLstm && !reset) {
+    kept.state = inside ? p.cells[(before + past * B) * H + unit] : read<T>(p.c0, first);
   }
-  if (CELL == kGru && !reset) {
+  if (CELL == kRnnGru && !reset) {
     kept.state =
-        inside ? read<T>(p.output, ((past * B + row.number) * p.directions + d) * H + unit) : read<T>(p.h0, first);
+        inside ? read<T>(p.output, ((past * B + row.number) * p.scan.directions + d) * H + unit) : read<T>(p.h0, first);
   }
   if (p.grad_output != nullptr) {
     kept.grad_h = read<T>(p.grad_output, t * p.grad_output_time + row.number * p.grad_output_row + d * H + unit);
   }
-  if (CELL == kLstm && p.grad_cells != nullptr) kept.grad_c = p.grad_cells[stored * H + unit];
+  if (CELL == kRnnLstm && p.grad_cells != nullptr) kept.grad_c = p.grad_cells[(before + t * B) * H + unit];
   return kept;
 }
 
-// The gradient of a state before zoneout, and what of it the old state gets. kind: 0 for h, 1 for c.
-SK_DEVICE float through_zoneout(const Problem& p, int64_t b, int unit, int kind, int d, int64_t t, float& grad) {
-  const float before = grad;
-  if (p.zoneout == kExpected) {
-    const float share = kind ? p.zoneout_c : p.zoneout_h;
-    grad = before * (1.0f - share);
-    return before * share;
+// Takes from the gradient of a state after zoneout that before; what of it the old state gets. kind: 0 for h, 1 for c.
+SK_DEVICE float through_zoneout(const RnnScan& s, int kind, int t, int d, int row, int unit, float& grad) {
+  float of_old = 0;
+  if (s.expected) {
+    of_old = grad * s.zoneout[kind];
+    grad *= 1.0f - s.zoneout[kind];
+  } else if (s.seed != nullptr && rnn_stays(s, kind, t, d, row, unit)) {
+    of_old = grad;
+    grad = 0;
   }
-  if (p.zoneout == kDrawn) {
-    const int64_t row = ((2 * d + kind) * p.steps + t) * p.batch + b;
-    const uint4 words = philox(static_cast<uint64_t>(*p.seed), row, unit);
-    const int i = unit % 4;
-    const uint32_t word = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-    const bool stays = word < (kind ? p.threshold_c : p.threshold_h);
-    grad = stays ? 0.0f : before;
-    return stays ? before : 0.0f;
-  }
-  return 0.0f;
+  return of_old;
 }
 
 // The gradients of zx (`of_x`) and of w_hh's product (`of_h`); returns that of the old h past the product. `later_c`
 // goes in as the gradient of the new cell state and comes out as that of the old one.
 template <int CELL>
-SK_DEVICE float pointwise(const Problem& p, int64_t b, int unit, const Kept& kept, int d, int64_t t, bool reset,
-                          float later, float& later_c, float (&of_x)[Gates<CELL>::count],
-                          float (&of_h)[Gates<CELL>::count]) {
+SK_DEVICE float pointwise(const RnnScan& s, int row, int unit, const Kept& kept, int d, int t, bool reset, float later,
+                          float& later_c, float (&of_x)[rnn_gates(CELL)], float (&of_h)[rnn_gates(CELL)]) {
   float grad = later + kept.grad_h;
-  float beside = through_zoneout(p, b, unit, 0, d, t, grad);
-  if constexpr (CELL == kLstm) {
+  float beside = through_zoneout(s, 0, t, d, row, unit, grad);
+  if constexpr (CELL == kRnnLstm) {
     const float i = kept.gates[0], f = kept.gates[1], g = kept.gates[2], o = kept.gates[3], c = kept.state;
     const float tanh_c = tanhf(f * c + i * g);
     float grad_c = later_c + kept.grad_c;
-    const float beside_c = through_zoneout(p, b, unit, 1, d, t, grad_c);
+    const float beside_c = through_zoneout(s, 1, t, d, row, unit, grad_c);
     grad_c += grad * o * (1.0f - tanh_c * tanh_c);
     of_x[0] = grad_c * g * i * (1.0f - i);
     of_x[1] = grad_c * c * f * (1.0f - f);
     of_x[2] = grad_c * i * (1.0f - g * g);
     of_x[3] = grad * tanh_c * o * (1.0f - o);
     later_c = reset ? 0.0f : beside_c + grad_c * f;
-  } else if constexpr (CELL == kGru) {
+  } else if constexpr (CELL == kRnnGru) {
     const float r = kept.gates[0], z = kept.gates[1], n = kept.gates[2], q = kept.gates[3];
     of_x[2] = grad * (1.0f - z) * (1.0f - n * n);
     of_x[0] = of_x[2] * q * r * (1.0f - r);
@@ -325,24 +299,24 @@ SK_DEVICE float pointwise(const Problem& p, int64_t b, int unit, const Kept& kep
     beside += grad * z;
   } else {
     const float y = kept.gates[0];
-    of_x[0] = p.relu ? (y <= 0.0f ? 0.0f : grad) : grad * (1.0f - y * y);
+    of_x[0] = s.cell == kRnnRelu ? (y <= 0.0f ? 0.0f : grad) : grad * (1.0f - y * y);
   }
 #pragma unroll
-  for (int k = 0; k < Gates<CELL>::count; ++k) of_h[k] = of_x[k];
-  if constexpr (CELL == kGru) of_h[2] = of_x[2] * kept.gates[0];
+  for (int k = 0; k < rnn_gates(CELL); ++k) of_h[k] = of_x[k];
+  if constexpr (CELL == kRnnGru) of_h[2] = of_x[2] * kept.gates[0];
   return beside;
 }
 
 // ---- the kernel ---------------------------------------------------------------------------------------------------
 
-// CELL: kLstm, kGru, or kTanh for both simple ones. E: elements of a thread. A warp's lanes are 8 units by 4 rows, so
-// that memory is read by whole 32-byte sectors and the parts, 4 rows of a unit after 4 rows of the next, without bank
-// conflicts.
+// CELL: kRnnLstm, kRnnGru, or kRnnTanh for both simple ones. E: elements of a thread. A warp's lanes are 8 units by 4
+// rows, so that memory is read by whole 32-byte sectors and the parts, 4 rows of a unit after 4 rows of the next,
+// without bank conflicts.
 template <class T, int CELL, int E>
 __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Problem p) {
-  constexpr int G = Gates<CELL>::count;
+  constexpr int G = rnn_gates(CELL);
   SK_SHARED(shared);
-  const Layout layout(p.hidden, G, p.blocks, p.exchange, sizeof(T));
+  const Layout layout(p.scan.hidden, G, p.blocks, p.exchange, sizeof(T));
   float* parts = reinterpret_cast<float*>(shared + layout.parts);
   uint32_t* where = reinterpret_cast<uint32_t*>(shared + layout.where);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + layout.barriers);
@@ -350,15 +324,16 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int rank = blockIdx.x % p.blocks, team = blockIdx.x / p.blocks;
   const int d = p.first_direction + team / p.teams;
-  const bool backwards = d == 1 || p.reverse;
-  const int64_t B = p.batch, H = p.hidden, D = p.directions;
+  const bool backwards = rnn_backwards(p.scan, d);
+  const RnnScan& scan = p.scan;
+  const int64_t B = scan.batch, H = scan.hidden, D = scan.directions;
   const int begin = first_group(rank, layout.groups, p.blocks);
   const int first_unit = begin * 8;
   const int owned = (first_group(rank + 1, layout.groups, p.blocks) - begin) * 8;
-  const int mine = min(owned, p.hidden - first_unit);
+  const int mine = min(owned, scan.hidden - first_unit);
 
   const T* w_hh = static_cast<const T*>(p.w_hh) + d * (G * H) * H;
-  load_weights<T, G>(shared, w_hh, layout, first_unit, mine, p.hidden);
+  load_weights<T, G>(shared, w_hh, layout, first_unit, mine, scan.hidden);
   for (int at = thread; at < 2 * layout.k * kRows; at += kThreads) reinterpret_cast<T*>(shared + layout.da)[at] = T{};
   for (int r = thread; r < p.blocks; r += kThreads) {  // the owner of each group, and its first group
     const int from = first_group(r, layout.groups, p.blocks), to = first_group(r + 1, layout.groups, p.blocks);
@@ -378,16 +353,17 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
   // Element i of a lane is unit i * 32 + u of the block, in a row that does not depend on i.
   const int half = warp % 2, u = warp / 2 * 8 + lane % 8, row_in_tile = half * kPack + lane / 8;
   uint32_t count = 0;  // of exchanges
-  const int64_t tiles = (B + kRows - 1) / kRows;
-  for (int64_t tile = team % p.teams; tile < tiles; tile += p.teams) {
+  const int tiles = (scan.batch + kRows - 1) / kRows;
+  for (int tile = team % p.teams; tile < tiles; tile += p.teams) {
     Row row;
     row.number = tile * kRows + row_in_tile;
-    row.there = row.number < B;
-    row.length = row.there && p.lengths != nullptr ? p.lengths[row.number] : p.steps;
+    row.there = row.number < scan.batch;
+    row.length = rnn_length(scan, row.number);
     bool there[E];
     float factor[E], later[E], later_c[E];
     Kept kept[E];
-    Flags now = flags(p, row, backwards, backwards ? 0 : p.steps - 1);
+    const int last = rnn_time(scan, scan.steps - 1, backwards);
+    Flags now = flags(scan, row, backwards, last);
 #pragma unroll
     for (int i = 0; i < E; ++i) {
       const int unit = first_unit + u + 32 * i;
@@ -395,16 +371,16 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
       factor[i] = 1, later[i] = later_c[i] = 0;
       if (!there[i]) continue;
       const int64_t at = (d * B + row.number) * H + unit;
-      if (p.recurrent_mask != nullptr) factor[i] = p.recurrent_mask[at];
+      if (scan.mask != nullptr) factor[i] = scan.mask[at];
       if (p.grad_h_n != nullptr) later[i] = read<T>(p.grad_h_n, at);
-      if (CELL == kLstm && p.grad_c_n != nullptr) later_c[i] = read<T>(p.grad_c_n, at);
-      if (now.active) { kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, backwards ? 0 : p.steps - 1, now.reset); }
+      if (CELL == kRnnLstm && p.grad_c_n != nullptr) later_c[i] = read<T>(p.grad_c_n, at);
+      if (now.active) { kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, last, now.reset); }
     }
-    for (int64_t step = p.steps - 1; step >= 0; --step, ++count) {
-      const int64_t t = backwards ? p.steps - 1 - step : step, ahead = backwards ? t + 1 : t - 1;
+    for (int step = scan.steps - 1; step >= 0; --step, ++count) {
+      const int t = rnn_time(scan, step, backwards), ahead = rnn_time(scan, step - 1, backwards);
       const unsigned buffer = count % 2, epoch = 1 + count % kEpochs;
       unsigned char* da = shared + layout.da + buffer * (layout.k * kRows * sizeof(T));
-      const Flags next = step > 0 ? flags(p, row, backwards, ahead) : Flags{};
+      const Flags next = step > 0 ? flags(scan, row, backwards, ahead) : Flags{};
       float beside[E];
       T of_x[E][G], of_h[E][G];
 #pragma unroll
@@ -414,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
         float x[G] = {}, h[G] = {};
         beside[i] = 0;
         if (live) {
-          beside[i] = pointwise<CELL>(p, row.number, unit, kept[i], d, t, now.reset, later[i], later_c[i], x, h);
+          beside[i] = pointwise<CELL>(scan, row.number, unit, kept[i], d, t, now.reset, later[i], later_c[i], x, h);
         }
 #pragma unroll
         for (int k = 0; k < G; ++k) {
@@ -429,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
 
       // my part of dh for every unit, to the unit's owner
       product<T>(shared, da, layout, [&](int unit, int which, float4 rows) {
-        if (unit >= p.hidden) return;
+        if (unit >= scan.hidden) return;
         const uint32_t owner = where[unit / 8];
         const int to = static_cast<int>(owner >> 16), place = unit - static_cast<int>(owner & 0xffff) * 8;
         if (p.exchange == kGrid) {
@@ -455,7 +431,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
 #pragma unroll
         for (int k = 0; k < G; ++k) x[k * H] = of_x[i][k];
         if (p.grad_products != nullptr) {
-          const int64_t slab = d == 1 ? p.steps - 1 - t : t;
+          const int slab = d == 1 ? scan.steps - 1 - t : t;
           T* h = static_cast<T*>(p.grad_products) + d * p.grad_products_direction + slab * p.grad_products_time +
                  row.number * (G * H) + unit;
 #pragma unroll
@@ -495,7 +471,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
       if (!there[i]) continue;
       const int64_t at = (d * B + row.number) * H + first_unit + u + 32 * i;
       p.grad_h0[at] = later[i];
-      if (CELL == kLstm) p.grad_c0[at] = later_c[i];
+      if (CELL == kRnnLstm) p.grad_c0[at] = later_c[i];
     }
   }
   if (p.exchange == kCluster) {  // nobody leaves while others may still write to it
