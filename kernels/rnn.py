@@ -184,7 +184,7 @@ def _found_again(problem, input, w_ih, x_products, c0, cells):
     shape = (problem.d, problem.t, problem.b)
     gates = input.new_empty((*shape, problem.kept), dtype=problem.acc)
     x = _input_gates(input, w_ih, problem, gates if problem.cell != GRU else None)
-    kept = None if problem.norm is None else torch.empty_like(x_products)
+    kept = None if problem.norm is None else x_products.new_empty((*shape, problem.width))
     run([plans.all_gates(problem, x, x_products, c0, cells, gates, kept)], input.device)
     return gates, kept
 

@@ -16,7 +16,6 @@ namespace {
 using namespace rnn_backward;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int kPlenty = 32;  // units that every thread has one element of
 constexpr const char* kTiers[] = {"block", "cluster", "grid"};
 
 // ---- plan ---------------------------------------------------------------------------------------------------------
@@ -24,24 +23,42 @@ constexpr const char* kTiers[] = {"block", "cluster", "grid"};
 using Kernel = void (*)(const Problem);
 
 template <class T, int CELL>
-Kernel kernel_of_size(int units) {
-  return units <= 32 ? &scan_backward_kernel<T, CELL, 1> : &scan_backward_kernel<T, CELL, kLongest / 32>;
+Kernel kernel_of_size(int units, bool norm) {
+  if (norm) return &scan_backward_kernel<T, CELL, 1, true>;
+  return units <= kShortest ? &scan_backward_kernel<T, CELL, 1, false>
+                            : &scan_backward_kernel<T, CELL, kLongest / kShortest, false>;
 }
-template <class T>
-Kernel kernel_of_cell(int cell, int units) {
+// F<T, CELL>::of(arguments): the kernel of a dtype and a cell.
+template <class T, class F>
+auto of_cell(int cell, F f) {
   switch (cell) {
-    case kRnnLstm: return kernel_of_size<T, kRnnLstm>(units);
-    case kRnnGru: return kernel_of_size<T, kRnnGru>(units);
-    default: return kernel_of_size<T, kRnnTanh>(units);
+    case kRnnLstm: return f.template of<T, kRnnLstm>();
+    case kRnnGru: return f.template of<T, kRnnGru>();
+    default: return f.template of<T, kRnnTanh>();
   }
 }
-Kernel kernel_of(ScalarType type, int cell, int units) {
+template <class F>
+auto of_type(ScalarType type, int cell, F f) {
   switch (type) {
-    case ScalarType::Float: return kernel_of_cell<float>(cell, units);
-    case ScalarType::BFloat16: return kernel_of_cell<BFloat16>(cell, units);
-    default: return kernel_of_cell<Half>(cell, units);
+    case ScalarType::Float: return of_cell<float>(cell, f);
+    case ScalarType::BFloat16: return of_cell<BFloat16>(cell, f);
+    default: return of_cell<Half>(cell, f);
   }
 }
+struct Scan {
+  int units;
+  bool norm;
+  template <class T, int CELL>
+  Kernel of() const {
+    return kernel_of_size<T, CELL>(units, norm);
+  }
+};
+struct RowStatistics {
+  template <class T, int CELL>
+  Kernel of() const {
+    return &row_statistics_kernel<T, CELL>;
+  }
+};
 
 struct Plan {
   bool served = false;
@@ -55,10 +72,11 @@ struct Plan {
 
 class Planner {
  public:
-  Planner(const Tensor& w_hh, int64_t batch, int cell)
+  Planner(const Tensor& w_hh, int64_t batch, int cell, bool norm)
       : device_(cuda_device(w_hh)),
         type_(w_hh.scalar_type()),
         cell_(cell),
+        norm_(norm),
         hidden_(static_cast<int>(w_hh.size(2))),
         directions_(static_cast<int>(w_hh.size(0))),
         element_(static_cast<int>(w_hh.element_size())),
@@ -81,7 +99,7 @@ class Planner {
   // Everything about a team of that size; not served where its blocks have too little shared memory.
   Plan team(Exchange exchange, int blocks) const {
     Plan plan;
-    const Layout layout(hidden_, rnn_gates(cell_), blocks, exchange, element_);
+    const Layout layout(hidden_, cell_, blocks, exchange, element_, norm_);
     plan.exchange = exchange;
     plan.blocks = blocks;
     plan.units = layout.units;
@@ -89,8 +107,8 @@ class Planner {
     plan.shape.shared_bytes = static_cast<size_t>(layout.total);
     plan.shape.cluster = exchange == kCluster ? blocks : 1;
     plan.shape.all_resident = exchange == kGrid;
-    plan.kernel = kernel_of(type_, cell_, layout.units);
-    plan.served = layout.units <= kLongest && layout.total <= device_.shared_per_block;
+    plan.kernel = of_type(type_, cell_, Scan{layout.units, norm_});
+    plan.served = layout.units <= (norm_ ? kShortest : kLongest) && layout.total <= device_.shared_per_block;
     plan.why = std::to_string(layout.units) + " units and " + std::to_string(layout.total) +
                " bytes of shared memory a block, " + std::to_string(blocks) + (blocks == 1 ? " block" : " blocks") +
                " a team";
@@ -109,7 +127,7 @@ class Planner {
   }
 
   // The number of blocks of a team does not depend on the batch, nor does therefore any sum.
-  // The fewest that leave a block no more than kPlenty units, else as many as there may be.
+  // The fewest that leave a block no more than kShortest units, else as many as there may be.
   Plan cluster() const {
     Plan best;
     best.why = device_.max_cluster == 1 ? "the device has no clusters" : "no cluster holds the weights";
@@ -120,7 +138,7 @@ class Planner {
       if (resident == 0) continue;
       spread(plan, resident / directions_);
       best = plan;
-      if (plan.units <= kPlenty) break;
+      if (plan.units <= kShortest) break;
     }
     return best;
   }
@@ -135,18 +153,20 @@ class Planner {
       plan.launches = together >= directions_ ? 1 : directions_;
       spread(plan, together * plan.launches / directions_);
       best = plan;
-      if (plan.units <= kPlenty) break;
+      if (plan.units <= kShortest) break;
     }
     return best;
   }
 
   const CudaDevice& device_;
   ScalarType type_;
-  int cell_, hidden_, directions_, element_, groups_;
+  int cell_;
+  bool norm_;
+  int hidden_, directions_, element_, groups_;
   int64_t tiles_;
 };
 
-Planner planner(const Tensor& w_hh, int64_t batch, int64_t cell, const std::string& tier, const char* op) {
+Planner planner(const Tensor& w_hh, int64_t batch, int64_t cell, bool norm, const std::string& tier, const char* op) {
   SK_CHECK(cell >= 0 && cell <= 3, op, ": cell must be 0 (LSTM), 1 (GRU), 2 (tanh) or 3 (relu), got ", cell);
   SK_CHECK(tier == "auto" || std::find(std::begin(kTiers), std::end(kTiers), tier) != std::end(kTiers), op,
            ": tier must be auto, block, cluster or grid, got ", tier);
@@ -154,7 +174,7 @@ Planner planner(const Tensor& w_hh, int64_t batch, int64_t cell, const std::stri
   SK_CHECK(w_hh.size(0) == 1 || w_hh.size(0) == 2, op, ": w_hh must have 1 or 2 directions, got ", w_hh.size(0));
   check_size(w_hh, 1, checked_product({rnn_gates(static_cast<int>(cell)), w_hh.size(2)}, op), op, "w_hh");
   SK_CHECK(w_hh.size(2) > 0 && w_hh.size(2) <= 65536, op, ": hidden sizes of 1 to 65536, got ", w_hh.size(2));
-  return Planner(w_hh, batch, static_cast<int>(cell));
+  return Planner(w_hh, batch, static_cast<int>(cell), norm);
 }
 
 // ---- the op -------------------------------------------------------------------------------------------------------
@@ -195,7 +215,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
                                         std::optional<Tensor> grad_products, std::optional<Tensor> norm_sums,
                                         std::string tier) {
   const char* op = "rnn_scan_bwd";
-  const Planner plans = planner(w_hh, h0.dim() == 3 ? h0.size(1) : 0, cell, tier, op);
+  const Planner plans = planner(w_hh, h0.dim() == 3 ? h0.size(1) : 0, cell, norm.has_value(), tier, op);
   const ScalarType type = w_hh.scalar_type(), acc = ScalarType::Float;
   SK_CHECK(type == acc || type == ScalarType::BFloat16 || type == ScalarType::Half, op,
            ": w_hh must be float32, bfloat16 or float16, got ScalarType ", static_cast<int>(type));
@@ -232,7 +252,12 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   for (double p : {zoneout_h, zoneout_c}) {
     SK_CHECK(p >= 0 && p <= 1, op, ": zoneout must be a probability, between 0 and 1, got ", p);
   }
-  SK_CHECK(!norm, op, ": layer norm is not served");
+  const int64_t norm_columns = 2 * G * H + (lstm ? 2 * H : 0);
+  SK_CHECK(norm.has_value() == products.has_value() && norm.has_value() == norm_sums.has_value(), op,
+           ": products and norm_sums are for layer norm, which needs them");
+  check(norm, {D, norm_columns}, acc, "norm");
+  check(products, {D, T, B, G * H}, acc, "products");
+  check(norm_sums, {D, B, norm_columns}, acc, "norm_sums");
 
   Tensor grad_h0 = empty(w_hh, {D, B, H}, acc), grad_c0 = empty(w_hh, {lstm ? D : 0, B, H}, acc);
   if (B == 0) return {grad_h0, grad_c0};
@@ -278,20 +303,32 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
     p.scan.threshold[kind] = Dropout::with(zoneout, 0).threshold;
     p.scan.zoneout[kind] = static_cast<float>(zoneout);
   }
-  p.exchange = plan.exchange;
-  p.blocks = plan.blocks;
-  p.teams = plan.teams;
-  std::optional<Tensor> mailbox;
+  p.team.exchange = plan.exchange;
+  p.team.blocks = plan.blocks;
+  p.team.teams = plan.teams;
+  void* const stream = current_stream(w_hh);
+  std::optional<Tensor> statistics, mailbox;
+  if (norm) p.norm.sums = static_cast<float*>(norm_sums->mutable_data_ptr());
+  if (norm && T > 0) {
+    statistics = empty(w_hh, {checked_product({D, T, B}, op), 4}, acc);
+    p.norm.products = read<float>(products);
+    p.norm.statistics = static_cast<Statistics*>(statistics->mutable_data_ptr());
+    LaunchShape shape;
+    shape.block = dim3(kThreads);
+    shape.grid = dim3(static_cast<unsigned>((D * T * B + kWarps - 1) / kWarps));
+    launch(op, of_type(type, static_cast<int>(cell), RowStatistics{}), shape, stream, p);
+  }
   for (int launched = 0; launched < plan.launches; ++launched) {
-    p.first_direction = launched;
+    p.team.first_direction = launched;
     if (plan.exchange == kGrid) {  // zeros: nothing has arrived
-      const Layout layout(p.scan.hidden, static_cast<int>(G), plan.blocks, kGrid,
-                          static_cast<int>(w_hh.element_size()));
-      const int64_t floats = checked_product({2, plan.shape.grid.x, plan.blocks, layout.units, kRows}, op);
-      mailbox = torch::stable::new_zeros(w_hh, {floats}, acc);
-      p.mailbox = static_cast<uint4*>(mailbox->mutable_data_ptr());
+      const int64_t blocks = plan.shape.grid.x;
+      const int64_t packets = checked_product({2, blocks, plan.blocks, plan.units, kRows / kPack}, op);
+      const int64_t of_rows = norm ? blocks * kRows * rnn_backward::norm_sums(static_cast<int>(cell)) / 4 : 0;
+      mailbox = torch::stable::new_zeros(w_hh, {(packets + of_rows) * 4}, acc);
+      p.team.mailbox = static_cast<uint4*>(mailbox->mutable_data_ptr());
+      p.team.row_mailbox = p.team.mailbox + packets;
     }
-    launch(op, plan.kernel, plan.shape, current_stream(w_hh), p);
+    launch(op, plan.kernel, plan.shape, stream, p);
   }
   return {grad_h0, grad_c0};
 }
@@ -299,8 +336,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
 }  // namespace
 
 std::string rnn_backward_plan(const Tensor& w_hh, int64_t batch, int64_t cell, bool norm, const std::string& tier) {
-  const Planner plans = planner(w_hh, batch, cell, tier, "rnn_scan_plan");
-  if (norm) return "none: layer norm is not served";
+  const Planner plans = planner(w_hh, batch, cell, norm, tier, "rnn_scan_plan");
   const OnDevice on_device(w_hh);
   const Plan plan = plans.plan(tier);
   return (plan.served ? kTiers[plan.exchange] : std::string("none")) + ": " + plan.why;

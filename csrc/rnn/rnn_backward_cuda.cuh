@@ -30,194 +30,34 @@
 // next step is asked for before the product.
 #pragma once
 
-#include "rnn_cell_cuda.cuh"
+#include "rnn_backward_norm_cuda.cuh"
 
 namespace seqkern {
 namespace rnn_backward {
 
-enum Exchange { kBlock, kCluster, kGrid };
-
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kRows = 8;          // of the batch, a tile
-constexpr int kPack = 4;          // rows of one unit that travel together
-constexpr int kLongest = 128;     // units of a block
-constexpr unsigned kEpochs = 15;  // what four bits tell apart, beside 0: nothing yet
-
 // An address is null where there is no such gradient, or it is not wanted.
 struct Problem {
   RnnScan scan;
+  TeamShape team;
+  NormProblem norm;
   const void *grad_output, *grad_h_n, *grad_c_n;
   const float *grad_cells, *gates, *cells;
   const void *c0, *output, *h0, *w_hh;
   void *grad_x, *grad_products;
   float *grad_h0, *grad_c0;
-  uint4* mailbox;  // of the grid: [buffer][to, any block][from, of its team][half][unit]
   int64_t grad_output_time, grad_output_row, grad_products_direction, grad_products_time;  // strides
-  Exchange exchange;
-  int blocks;  // of a team
-  int teams;   // of a direction
-  int first_direction;
 };
 
-// How a block's work and its shared memory are divided. `element`: bytes of the dtype.
-struct Layout {
-  int groups;  // of 8 units, of the layer
-  int units;   // most that a block owns
-  int k, m;    // rows of my weights, and units: rounded up to tiles where the tensor cores take them
-  int planes;  // parts that are added up when dh is read
-  int64_t da, parts, where, barriers, total;  // offsets; the weights come first
-  __host__ __device__ Layout(int hidden, int gates, int blocks, Exchange exchange, int element) {
-    groups = (hidden + 7) / 8;
-    units = (groups + blocks - 1) / blocks * 8;
-    const int tile = element == 2 ? 16 : 1;
-    k = (gates * units + tile - 1) / tile * tile;
-    m = (hidden + 15) / 16 * 16;
-    planes = exchange == kBlock ? 1 : exchange == kCluster ? blocks : min(blocks, kThreads / (2 * units));
-    da = int64_t{k} * m * element;
-    parts = da + 2 * int64_t{k} * kRows * element;
-    where = parts + int64_t{exchange == kCluster ? 2 : 1} * planes * units * kRows * 4;
-    barriers = where + (groups * 4 + 15) / 16 * 16;
-    total = barriers + 16;
-  }
-};
-
-// The groups of rank r begin here; every rank has at least one, as there are no more ranks than groups.
-__host__ __device__ inline int first_group(int rank, int groups, int blocks) {
-  return static_cast<int>(int64_t{rank} * groups / blocks);
-}
+// ---- one step of one unit and row ---------------------------------------------------------------------------------
 
 template <class T>
 SK_DEVICE float read(const void* p, int64_t at) {
   return widen(static_cast<const T*>(p)[at]);
 }
 
-// ---- the product --------------------------------------------------------------------------------------------------
-
-// Loads the rows of w_hh (G H x H) that belong to my gates, in the order in which `product` reads them; zeros beyond.
-template <class T, int G>
-SK_DEVICE void load_weights(void* weights, const T* w_hh, const Layout& layout, int first_unit, int mine, int hidden) {
-  if constexpr (sizeof(T) == 2) {
-    // The lane's 8 elements of tile (m, k) lie together: element (row, column) is W[gate row `column`, unit `row`].
-    uint16_t* to = static_cast<uint16_t*>(weights);
-    const int k_tiles = layout.k / 16;
-    for (int at = threadIdx.x; at < layout.k * layout.m / 8; at += kThreads) {
-      const int lane = at % 32, tile = at / 32;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int unit = tile / k_tiles * 16 + lane / 4 + (e / 2 % 2) * 8;
-        const int row = tile % k_tiles * 16 + lane % 4 * 2 + e % 2 + e / 4 * 8;
-        const int gate = row / layout.units, u = row % layout.units;
-        const bool there = gate < G && u < mine && unit < hidden;
-        to[at * 8 + e] = there ? w_hh[(int64_t{gate} * hidden + first_unit + u) * hidden + unit].bits : uint16_t{0};
-      }
-    }
-  } else {
-    float* to = static_cast<float*>(weights);
-    for (int at = threadIdx.x; at < layout.k * layout.m; at += kThreads) {
-      const int unit = at % layout.m, row = at / layout.m;
-      const int gate = row / layout.units, u = row % layout.units;
-      const bool there = u < mine && unit < hidden;
-      to[at] = there ? w_hh[(int64_t{gate} * hidden + first_unit + u) * hidden + unit] : 0.0f;
-    }
-  }
-}
-
-// My part of dh: `send(unit, half, sums)` for all units, 4 rows of a unit at a time.
-template <class T, class Send>
-SK_DEVICE void product(const unsigned char* weights, const unsigned char* da, const Layout& layout, Send send) {
-  if constexpr (sizeof(T) == 2) {
-    const int lane = threadIdx.x % 32, k_tiles = layout.k / 16;
-    for (int m = threadIdx.x / 32; m < layout.m / 16; m += kWarps) {
-      float sums[2][4] = {};  // two chains
-      const uint4* tiles = reinterpret_cast<const uint4*>(weights) + m * k_tiles * 32 + lane;
-      for (int k = 0; k < k_tiles; k += 2) {
-        const bool pair = k + 1 < k_tiles;
-        uint32_t b[4] = {};
-        if (pair) {
-          ldmatrix_x4_trans(b, da + (k * 16 + lane) * 16);
-        } else {
-          uint32_t one[2];
-          ldmatrix_x2_trans(one, da + (k * 16 + lane % 16) * 16);
-          b[0] = one[0], b[1] = one[1];
-        }
-        const uint4 left = tiles[k * 32];
-        mma_16816<T>(sums[0], {left.x, left.y, left.z, left.w}, {b[0], b[1]});
-        if (pair) {
-          const uint4 right = tiles[(k + 1) * 32];
-          mma_16816<T>(sums[1], {right.x, right.y, right.z, right.w}, {b[2], b[3]});
-        }
-      }
-      // A lane holds 2 rows of the units g and g + 8. Neighbours trade, so that each has 4 rows of one of them.
-      const bool odd = lane % 2;
-      float s[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[i] = sums[0][i] + sums[1][i];
-      const float got0 = __shfl_xor_sync(0xffffffffu, odd ? s[0] : s[2], 1);
-      const float got1 = __shfl_xor_sync(0xffffffffu, odd ? s[1] : s[3], 1);
-      const float4 rows = odd ? float4{got0, got1, s[2], s[3]} : float4{s[0], s[1], got0, got1};
-      send(m * 16 + lane / 4 + odd * 8, lane % 4 / 2, rows);
-    }
-  } else {
-    // A thread takes 4 rows of a unit. m is a multiple of 16, so that half a warp reads neighbouring weights.
-    for (int at = threadIdx.x; at < 2 * layout.m; at += kThreads) {
-      const int half = at >= layout.m, unit = at - half * layout.m;
-      const float* w = reinterpret_cast<const float*>(weights) + unit;
-      const float4* x = reinterpret_cast<const float4*>(da) + half;
-      float4 sums = {0, 0, 0, 0};
-#pragma unroll 4
-      for (int k = 0; k < layout.k; ++k) {
-        const float weight = w[k * layout.m];
-        const float4 rows = x[k * 2];
-        sums.x = fmaf(weight, rows.x, sums.x), sums.y = fmaf(weight, rows.y, sums.y);
-        sums.z = fmaf(weight, rows.z, sums.z), sums.w = fmaf(weight, rows.w, sums.w);
-      }
-      send(unit, half, sums);
-    }
-  }
-}
-
-// ---- the exchange of the grid -------------------------------------------------------------------------------------
-
-SK_DEVICE uint4 tagged(float4 v, unsigned epoch) {
-  return {(device_bits<uint32_t>(v.x) & ~1u) | (epoch & 1), (device_bits<uint32_t>(v.y) & ~1u) | (epoch >> 1 & 1),
-          (device_bits<uint32_t>(v.z) & ~1u) | (epoch >> 2 & 1), (device_bits<uint32_t>(v.w) & ~1u) | (epoch >> 3 & 1)};
-}
-SK_DEVICE float untagged(uint32_t v) { return device_bits<float>(v & ~1u); }
-SK_DEVICE bool arrived(uint4 v, unsigned epoch) {
-  return ((v.x & 1) | (v.y & 1) << 1 | (v.z & 1) << 2 | (v.w & 1) << 3) == epoch;
-}
-
-// Sums, over the senders first, first + stride ..., of one packet from each. `inbox`: that of sender 0.
-SK_DEVICE float4 collect(const uint4* inbox, int64_t between, int first, int stride, int senders, unsigned epoch) {
-  constexpr int kAhead = 4;
-  float4 sums = {0, 0, 0, 0};
-  for (int s = first; s < senders; s += kAhead * stride) {
-    uint4 packet[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (s + i * stride < senders) packet[i] = load_fresh_16(inbox + (s + i * stride) * between);
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (s + i * stride < senders) {
-        while (!arrived(packet[i], epoch)) {
-          pause();
-          packet[i] = load_fresh_16(inbox + (s + i * stride) * between);
-        }
-        sums.x += untagged(packet[i].x), sums.y += untagged(packet[i].y);
-        sums.z += untagged(packet[i].z), sums.w += untagged(packet[i].w);
-      }
-    }
-  }
-  return sums;
-}
-
-// ---- one step of one unit and row ---------------------------------------------------------------------------------
-
 // A lane's row of the batch: all its elements are of one.
 struct Row {
   int number, length;  // no times beyond the batch
-  bool there;
 };
 
 // What memory holds of a step of one element.
@@ -235,6 +75,15 @@ SK_DEVICE Flags flags(const RnnScan& s, const Row& row, bool backwards, int t) {
   return f;
 }
 
+// c before a step that does not reset.
+template <class T>
+SK_DEVICE float cell_before(const Problem& p, int row, int length, int unit, int d, bool backwards, int t) {
+  const int past = backwards ? t + 1 : t - 1;
+  const int64_t B = p.scan.batch, H = p.scan.hidden;
+  if (past < 0 || past >= length) return read<T>(p.c0, (d * B + row) * H + unit);
+  return p.cells[((int64_t{d} * p.scan.steps + past) * B + row) * H + unit];
+}
+
 // Of an active step.
 template <class T, int CELL>
 SK_DEVICE Kept fetch(const Problem& p, const Row& row, int unit, int d, bool backwards, int t, bool reset) {
@@ -246,9 +95,7 @@ SK_DEVICE Kept fetch(const Problem& p, const Row& row, int unit, int d, bool bac
   const bool inside = past >= 0 && past < row.length;
 #pragma unroll
   for (int k = 0; k < R; ++k) kept.gates[k] = p.gates[((before + t * B) * R + k) * H + unit];
-  if (CELL == kRnnLstm && !reset) {
-    kept.state = inside ? p.cells[(before + past * B) * H + unit] : read<T>(p.c0, first);
-  }
+  if (CELL == kRnnLstm && !reset) { kept.state = cell_before<T>(p, row.number, row.length, unit, d, backwards, t); }
   if (CELL == kRnnGru && !reset) {
     kept.state =
         inside ? read<T>(p.output, ((past * B + row.number) * p.scan.directions + d) * H + unit) : read<T>(p.h0, first);
@@ -273,160 +120,188 @@ SK_DEVICE float through_zoneout(const RnnScan& s, int kind, int t, int d, int ro
   return of_old;
 }
 
-// The gradients of zx (`of_x`) and of w_hh's product (`of_h`); returns that of the old h past the product. `later_c`
-// goes in as the gradient of the new cell state and comes out as that of the old one.
-template <int CELL>
-SK_DEVICE float pointwise(const RnnScan& s, int row, int unit, const Kept& kept, int d, int t, bool reset, float later,
-                          float& later_c, float (&of_x)[rnn_gates(CELL)], float (&of_h)[rnn_gates(CELL)]) {
-  float grad = later + kept.grad_h;
-  float beside = through_zoneout(s, 0, t, d, row, unit, grad);
-  if constexpr (CELL == kRnnLstm) {
-    const float i = kept.gates[0], f = kept.gates[1], g = kept.gates[2], o = kept.gates[3], c = kept.state;
-    const float tanh_c = tanhf(f * c + i * g);
-    float grad_c = later_c + kept.grad_c;
-    const float beside_c = through_zoneout(s, 1, t, d, row, unit, grad_c);
-    grad_c += grad * o * (1.0f - tanh_c * tanh_c);
-    of_x[0] = grad_c * g * i * (1.0f - i);
-    of_x[1] = grad_c * c * f * (1.0f - f);
-    of_x[2] = grad_c * i * (1.0f - g * g);
-    of_x[3] = grad * tanh_c * o * (1.0f - o);
-    later_c = reset ? 0.0f : beside_c + grad_c * f;
-  } else if constexpr (CELL == kRnnGru) {
-    const float r = kept.gates[0], z = kept.gates[1], n = kept.gates[2], q = kept.gates[3];
-    of_x[2] = grad * (1.0f - z) * (1.0f - n * n);
-    of_x[0] = of_x[2] * q * r * (1.0f - r);
-    of_x[1] = grad * (kept.state - n) * z * (1.0f - z);
-    beside += grad * z;
-  } else {
-    const float y = kept.gates[0];
-    of_x[0] = s.cell == kRnnRelu ? (y <= 0.0f ? 0.0f : grad) : grad * (1.0f - y * y);
-  }
+// The way of a gradient through one step: `begin` as far as the sums over units that layer norm needs, `end` with them.
+template <int CELL, bool NORM>
+struct Step {
+  static constexpr int G = rnn_gates(CELL), SUMS = norm_sums(CELL);
+  float of_x[G], of_h[G];  // the gradients of zx and of w_hh's product
+  float beside;            // that of the old h past the product
+  float grad_c, beside_c;  // of the new cell state, of the old one beside it
+  float xhat_c, through_c;
+
+  SK_DEVICE void nothing() {
+    beside = grad_c = beside_c = xhat_c = through_c = 0;
 #pragma unroll
-  for (int k = 0; k < rnn_gates(CELL); ++k) of_h[k] = of_x[k];
-  if constexpr (CELL == kRnnGru) of_h[2] = of_x[2] * kept.gates[0];
-  return beside;
+    for (int k = 0; k < G; ++k) of_x[k] = of_h[k] = 0;
+  }
+
+  // With a norm, of_x of i, f and g are left without their factor grad_c.
+  SK_DEVICE void begin(const RnnScan& s, int row, int unit, const Kept& kept, int d, int t, float later, float later_c,
+                       const ElementNorm<CELL>& norm, float (&sums)[SUMS]) {
+    float grad = later + kept.grad_h;
+    beside = through_zoneout(s, 0, t, d, row, unit, grad);
+    if constexpr (CELL == kRnnLstm) {
+      const float i = kept.gates[0], f = kept.gates[1], g = kept.gates[2], o = kept.gates[3], c = kept.state;
+      grad_c = later_c + kept.grad_c;
+      beside_c = through_zoneout(s, 1, t, d, row, unit, grad_c);
+      float c_new = f * c + i * g;
+      if constexpr (NORM) {
+        xhat_c = (c_new - norm.mean_c) * norm.rstd_c;
+        c_new = xhat_c * norm.weight_c + norm.bias_c;
+      }
+      const float tanh_c = tanhf(c_new);
+      through_c = grad * o * (1.0f - tanh_c * tanh_c);
+      of_x[0] = g * i * (1.0f - i);
+      of_x[1] = c * f * (1.0f - f);
+      of_x[2] = i * (1.0f - g * g);
+      of_x[3] = grad * tanh_c * o * (1.0f - o);
+      if constexpr (NORM) {
+        const float weighted = through_c * norm.weight_c;
+        grad_c += weighted * norm.rstd_c;
+        float q[2] = {};
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          q[0] += of_x[k] * norm.weight[k];
+          q[1] += of_x[k] * norm.weight[k] * norm.xhat[k];
+        }
+        const float last = of_x[3] * norm.weight[3];
+        sums[0] = grad_c * q[0] + last;
+        sums[1] = grad_c * q[1] + last * norm.xhat[3];
+        sums[2] = weighted, sums[3] = weighted * xhat_c;
+        sums[4] = q[0], sums[5] = q[0] * xhat_c;
+        sums[6] = q[1], sums[7] = q[1] * xhat_c;
+      } else {
+        grad_c += through_c;
+      }
+    } else if constexpr (CELL == kRnnGru) {
+      const float r = kept.gates[0], z = kept.gates[1], n = kept.gates[2], q = kept.gates[3];
+      of_x[2] = grad * (1.0f - z) * (1.0f - n * n);
+      of_x[0] = of_x[2] * q * r * (1.0f - r);
+      of_x[1] = grad * (kept.state - n) * z * (1.0f - z);
+      beside += grad * z;
+      of_h[0] = of_x[0], of_h[1] = of_x[1], of_h[2] = of_x[2] * r;
+    } else {
+      const float y = kept.gates[0];
+      of_x[0] = s.cell == kRnnRelu ? (y <= 0.0f ? 0.0f : grad) : grad * (1.0f - y * y);
+      of_h[0] = of_x[0];
+    }
+    if constexpr (NORM && CELL != kRnnLstm) norm.share(of_h, sums);
+  }
+
+  // `later_c` becomes the gradient of the old cell state.
+  SK_DEVICE void end(const RnnScan& s, const Kept& kept, bool reset, float (&sums)[SUMS], ElementNorm<CELL>& norm,
+                     float& later_c) {
+    if constexpr (CELL == kRnnLstm) {
+      if constexpr (NORM) {
+        const float each = norm.rstd_c / static_cast<float>(s.hidden);
+        const float sum = sums[2] * each, along = sums[3] * each;
+        grad_c -= sum + along * xhat_c;
+        sums[0] -= sum * sums[4] + along * sums[5];
+        sums[1] -= sum * sums[6] + along * sums[7];
+        norm.weighted_c += through_c * xhat_c;
+        norm.plain_c += through_c;
+      }
+#pragma unroll
+      for (int k = 0; k < 3; ++k) of_x[k] *= grad_c;
+#pragma unroll
+      for (int k = 0; k < G; ++k) of_h[k] = of_x[k];
+      later_c = reset ? 0.0f : beside_c + grad_c * kept.gates[1];
+    }
+    if constexpr (NORM) norm.gates(sums[0], sums[1], s.hidden, of_h);
+  }
+};
+
+// ---- the kernels --------------------------------------------------------------------------------------------------
+
+template <class T, int CELL>
+__global__ void __launch_bounds__(kThreads) row_statistics_kernel(const Problem p) {
+  const RnnScan& s = p.scan;
+  row_statistics<CELL>(s, p.norm, p.gates, [&](int row, int t, int d, int unit) {
+    const bool backwards = rnn_backwards(s, d);
+    const int length = rnn_length(s, row);
+    return rnn_resets(s, t, backwards, row, length) ? 0.0f : cell_before<T>(p, row, length, unit, d, backwards, t);
+  });
 }
 
-// ---- the kernel ---------------------------------------------------------------------------------------------------
-
-// CELL: kRnnLstm, kRnnGru, or kRnnTanh for both simple ones. E: elements of a thread. A warp's lanes are 8 units by 4
-// rows, so that memory is read by whole 32-byte sectors and the parts, 4 rows of a unit after 4 rows of the next,
-// without bank conflicts.
-template <class T, int CELL, int E>
+template <class T, int CELL, int E, bool NORM>
 __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Problem p) {
   constexpr int G = rnn_gates(CELL);
   SK_SHARED(shared);
-  const Layout layout(p.scan.hidden, G, p.blocks, p.exchange, sizeof(T));
-  float* parts = reinterpret_cast<float*>(shared + layout.parts);
-  uint32_t* where = reinterpret_cast<uint32_t*>(shared + layout.where);
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + layout.barriers);
-
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int rank = blockIdx.x % p.blocks, team = blockIdx.x / p.blocks;
-  const int d = p.first_direction + team / p.teams;
-  const bool backwards = rnn_backwards(p.scan, d);
+  Team<T, CELL, E> team(p.team, p.scan.hidden, shared, NORM);
   const RnnScan& scan = p.scan;
   const int64_t B = scan.batch, H = scan.hidden, D = scan.directions;
-  const int begin = first_group(rank, layout.groups, p.blocks);
-  const int first_unit = begin * 8;
-  const int owned = (first_group(rank + 1, layout.groups, p.blocks) - begin) * 8;
-  const int mine = min(owned, scan.hidden - first_unit);
+  const int d = team.direction;
+  const bool backwards = rnn_backwards(scan, d);
+  team.begin(static_cast<const T*>(p.w_hh) + d * (G * H) * H);
 
-  const T* w_hh = static_cast<const T*>(p.w_hh) + d * (G * H) * H;
-  load_weights<T, G>(shared, w_hh, layout, first_unit, mine, scan.hidden);
-  for (int at = thread; at < 2 * layout.k * kRows; at += kThreads) reinterpret_cast<T*>(shared + layout.da)[at] = T{};
-  for (int r = thread; r < p.blocks; r += kThreads) {  // the owner of each group, and its first group
-    const int from = first_group(r, layout.groups, p.blocks), to = first_group(r + 1, layout.groups, p.blocks);
-    for (int group = from; group < to; ++group) where[group] = static_cast<uint32_t>(r) << 16 | from;
-  }
-  if (p.exchange == kCluster && thread == 0) {
-    mbarrier_init(barriers, 1);
-    mbarrier_init(barriers + 1, 1);
-    mbarrier_fence_init();
-  }
-  __syncthreads();
-  if (p.exchange == kCluster) {
-    cluster_arrive();
-    cluster_wait();
-  }
-
-  // Element i of a lane is unit i * 32 + u of the block, in a row that does not depend on i.
-  const int half = warp % 2, u = warp / 2 * 8 + lane % 8, row_in_tile = half * kPack + lane / 8;
-  uint32_t count = 0;  // of exchanges
   const int tiles = (scan.batch + kRows - 1) / kRows;
-  for (int tile = team % p.teams; tile < tiles; tile += p.teams) {
+  for (int tile = team.number % p.team.teams; tile < tiles; tile += p.team.teams) {
     Row row;
-    row.number = tile * kRows + row_in_tile;
-    row.there = row.number < scan.batch;
+    row.number = tile * kRows + team.row_in_tile;
     row.length = rnn_length(scan, row.number);
     bool there[E];
     float factor[E], later[E], later_c[E];
     Kept kept[E];
+    ElementNorm<CELL> norm[NORM ? E : 1];
+
+    // What memory holds of a step, asked for a step ahead.
+    const auto ask = [&](int i, int t, const Flags& flags) {
+      if (!there[i] || !flags.active) return;
+      const int unit = team.first_unit + team.u + 32 * i;
+      kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, t, flags.reset);
+      if constexpr (NORM) { norm[i].fetch(p.norm, (int64_t{d} * scan.steps + t) * B + row.number, scan.hidden, unit); }
+    };
+
     const int last = rnn_time(scan, scan.steps - 1, backwards);
     Flags now = flags(scan, row, backwards, last);
 #pragma unroll
     for (int i = 0; i < E; ++i) {
-      const int unit = first_unit + u + 32 * i;
-      there[i] = row.there && u + 32 * i < mine;
+      const int unit = team.first_unit + team.u + 32 * i;
+      there[i] = row.number < scan.batch && team.u + 32 * i < team.mine;
       factor[i] = 1, later[i] = later_c[i] = 0;
+      if constexpr (NORM) norm[i].begin(scan, d, unit, there[i]);
       if (!there[i]) continue;
       const int64_t at = (d * B + row.number) * H + unit;
       if (scan.mask != nullptr) factor[i] = scan.mask[at];
       if (p.grad_h_n != nullptr) later[i] = read<T>(p.grad_h_n, at);
       if (CELL == kRnnLstm && p.grad_c_n != nullptr) later_c[i] = read<T>(p.grad_c_n, at);
-      if (now.active) { kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, last, now.reset); }
+      ask(i, last, now);
     }
-    for (int step = scan.steps - 1; step >= 0; --step, ++count) {
+
+    for (int step = scan.steps - 1; step >= 0; --step, ++team.count) {
       const int t = rnn_time(scan, step, backwards), ahead = rnn_time(scan, step - 1, backwards);
-      const unsigned buffer = count % 2, epoch = 1 + count % kEpochs;
-      unsigned char* da = shared + layout.da + buffer * (layout.k * kRows * sizeof(T));
       const Flags next = step > 0 ? flags(scan, row, backwards, ahead) : Flags{};
-      float beside[E];
+      Step<CELL, NORM> grads[E];
       T of_x[E][G], of_h[E][G];
+      float sums[norm_sums(CELL)] = {};
 #pragma unroll
       for (int i = 0; i < E; ++i) {
-        const int unit = first_unit + u + 32 * i;
-        const bool live = there[i] && now.active;
-        float x[G] = {}, h[G] = {};
-        beside[i] = 0;
-        if (live) {
-          beside[i] = pointwise<CELL>(scan, row.number, unit, kept[i], d, t, now.reset, later[i], later_c[i], x, h);
-        }
+        grads[i].nothing();
+        if (!there[i] || !now.active) continue;
+        grads[i].begin(scan, row.number, team.first_unit + team.u + 32 * i, kept[i], d, t, later[i], later_c[i],
+                       norm[NORM ? i : 0], sums);
+      }
+      if constexpr (NORM) team.sum_rows(sums);
+#pragma unroll
+      for (int i = 0; i < E; ++i) {
+        if (there[i] && now.active) { grads[i].end(scan, kept[i], now.reset, sums, norm[NORM ? i : 0], later_c[i]); }
+        ask(i, ahead, next);
+        if (team.u + 32 * i >= team.mine) continue;
 #pragma unroll
         for (int k = 0; k < G; ++k) {
-          of_x[i][k] = narrow<T>(x[k]), of_h[i][k] = narrow<T>(h[k]);
-          if (u + 32 * i < mine) {
-            reinterpret_cast<T*>(da)[(k * layout.units + u + 32 * i) * kRows + row_in_tile] = of_h[i][k];
-          }
+          of_x[i][k] = narrow<T>(grads[i].of_x[k]), of_h[i][k] = narrow<T>(grads[i].of_h[k]);
+          const int place = k * team.layout.units + team.u + 32 * i;
+          reinterpret_cast<T*>(team.da())[place * kRows + team.row_in_tile] = of_h[i][k];
         }
-        if (there[i] && next.active) kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, ahead, next.reset);
       }
       __syncthreads();
-
-      // my part of dh for every unit, to the unit's owner
-      product<T>(shared, da, layout, [&](int unit, int which, float4 rows) {
-        if (unit >= scan.hidden) return;
-        const uint32_t owner = where[unit / 8];
-        const int to = static_cast<int>(owner >> 16), place = unit - static_cast<int>(owner & 0xffff) * 8;
-        if (p.exchange == kGrid) {
-          const int64_t box = ((int64_t{buffer} * gridDim.x + team * p.blocks + to)) * p.blocks + rank;
-          store_fresh_16(p.mailbox + (box * 2 + which) * layout.units + place, tagged(rows, epoch));
-        } else {
-          const int plane = p.exchange == kCluster ? static_cast<int>(buffer) * p.blocks + rank : 0;
-          float* at = parts + ((plane * 2 + which) * layout.units + place) * kPack;
-          if (p.exchange == kBlock) {
-            *reinterpret_cast<float4*>(at) = rows;
-          } else {
-            store_async_16(at, barriers + buffer, to, device_bits<uint4>(rows));
-          }
-        }
-      });
+      team.product();
 
       // off the way that the next step waits for: what the GEMMs behind the scan read
 #pragma unroll
       for (int i = 0; i < E; ++i) {
         if (!there[i]) continue;
-        const int unit = first_unit + u + 32 * i;
+        const int unit = team.first_unit + team.u + 32 * i;
         T* x = static_cast<T*>(p.grad_x) + ((t * B + row.number) * D + d) * (G * H) + unit;
 #pragma unroll
         for (int k = 0; k < G; ++k) x[k * H] = of_x[i][k];
@@ -439,45 +314,25 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
         }
       }
 
-      const float* arrivals = parts;
-      if (p.exchange == kCluster) {
-        if (thread == 0) mbarrier_arrive_expect(barriers + buffer, static_cast<unsigned>(p.blocks * mine * kRows * 4));
-        mbarrier_wait(barriers + buffer, count / 2 % 2);
-        arrivals += buffer * p.blocks * layout.units * kRows;
-      } else {
-        if (p.exchange == kGrid) {
-          const int place = thread % (2 * layout.units), plane = thread / (2 * layout.units);
-          if (plane < layout.planes && place % layout.units < mine) {
-            const int64_t box = (int64_t{buffer} * gridDim.x + blockIdx.x) * p.blocks;
-            const uint4* inbox = p.mailbox + box * 2 * layout.units + place;
-            *reinterpret_cast<float4*>(parts + (plane * 2 * layout.units + place) * kPack) =
-                collect(inbox, 2 * layout.units, plane, layout.planes, p.blocks, epoch);
-          }
-        }
-        __syncthreads();
-      }
+      team.wait();
 #pragma unroll
       for (int i = 0; i < E; ++i) {
         if (!there[i] || !now.active) continue;
-        const float* from = arrivals + (half * layout.units + u + 32 * i) * kPack + lane / 8;
-        float back = 0;
-        for (int plane = 0; plane < layout.planes; ++plane) back += from[plane * layout.units * kRows];
-        later[i] = now.reset ? 0.0f : beside[i] + factor[i] * back;
+        later[i] = now.reset ? 0.0f : grads[i].beside + factor[i] * team.sum(i);
       }
       now = next;
     }
 #pragma unroll
     for (int i = 0; i < E; ++i) {
       if (!there[i]) continue;
-      const int64_t at = (d * B + row.number) * H + first_unit + u + 32 * i;
+      const int unit = team.first_unit + team.u + 32 * i;
+      const int64_t at = (d * B + row.number) * H + unit;
       p.grad_h0[at] = later[i];
       if (CELL == kRnnLstm) p.grad_c0[at] = later_c[i];
+      if constexpr (NORM) norm[i].end(scan, p.norm, d, row.number, unit);
     }
   }
-  if (p.exchange == kCluster) {  // nobody leaves while others may still write to it
-    cluster_arrive();
-    cluster_wait();
-  }
+  team.meet();
 }
 
 }  // namespace rnn_backward
