@@ -63,7 +63,8 @@ struct RowStatistics {
 struct Plan {
   bool served = false;
   Exchange exchange = kBlock;
-  int blocks = 1, units = 0;    // of a team, of a block
+  int blocks = 1;  // of a team
+  Layout layout{};
   int teams = 1, launches = 1;  // teams: of a direction; launches: 2 where a direction fills the device
   LaunchShape shape;
   Kernel kernel = nullptr;
@@ -99,10 +100,10 @@ class Planner {
   // Everything about a team of that size; not served where its blocks have too little shared memory.
   Plan team(Exchange exchange, int blocks) const {
     Plan plan;
-    const Layout layout(hidden_, cell_, blocks, exchange, element_, norm_);
+    const Layout layout = layout_of(hidden_, cell_, blocks, exchange, element_, norm_);
+    plan.layout = layout;
     plan.exchange = exchange;
     plan.blocks = blocks;
-    plan.units = layout.units;
     plan.shape.block = dim3(kThreads);
     plan.shape.shared_bytes = static_cast<size_t>(layout.total);
     plan.shape.cluster = exchange == kCluster ? blocks : 1;
@@ -138,7 +139,7 @@ class Planner {
       if (resident == 0) continue;
       spread(plan, resident / directions_);
       best = plan;
-      if (plan.units <= kShortest) break;
+      if (plan.layout.units <= kShortest) break;
     }
     return best;
   }
@@ -147,13 +148,13 @@ class Planner {
     best.why = "the device does not hold the weights";
     for (int blocks = 1; blocks <= std::min(groups_, device_.multiprocessors); ++blocks) {
       Plan plan = team(kGrid, blocks);
-      if (!plan.served || (best.served && plan.units == best.units)) continue;
+      if (!plan.served || (best.served && plan.layout.units == best.layout.units)) continue;
       if (resident_blocks("rnn_scan_bwd", reinterpret_cast<const void*>(plan.kernel), plan.shape) == 0) continue;
       const int together = device_.multiprocessors / blocks;  // teams
       plan.launches = together >= directions_ ? 1 : directions_;
       spread(plan, together * plan.launches / directions_);
       best = plan;
-      if (plan.units <= kShortest) break;
+      if (plan.layout.units <= kShortest) break;
     }
     return best;
   }
@@ -306,6 +307,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   p.team.exchange = plan.exchange;
   p.team.blocks = plan.blocks;
   p.team.teams = plan.teams;
+  p.team.layout = plan.layout;
   void* const stream = current_stream(w_hh);
   std::optional<Tensor> statistics, mailbox;
   if (norm) p.norm.sums = static_cast<float*>(norm_sums->mutable_data_ptr());
@@ -322,7 +324,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
     p.team.first_direction = launched;
     if (plan.exchange == kGrid) {  // zeros: nothing has arrived
       const int64_t blocks = plan.shape.grid.x;
-      const int64_t packets = checked_product({2, blocks, plan.blocks, plan.units, kRows / kPack}, op);
+      const int64_t packets = checked_product({2, blocks, plan.blocks, plan.layout.units, kRows / kPack}, op);
       const int64_t of_rows = norm ? blocks * kRows * rnn_backward::norm_sums(static_cast<int>(cell)) / 4 : 0;
       mailbox = torch::stable::new_zeros(w_hh, {(packets + of_rows) * 4}, acc);
       p.team.mailbox = static_cast<uint4*>(mailbox->mutable_data_ptr());

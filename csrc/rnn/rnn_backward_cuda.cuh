@@ -227,7 +227,7 @@ template <class T, int CELL, int E, bool NORM>
 __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Problem p) {
   constexpr int G = rnn_gates(CELL);
   SK_SHARED(shared);
-  Team<T, CELL, E> team(p.team, p.scan.hidden, shared, NORM);
+  Team<T, CELL, E> team(p.team, p.scan.hidden, shared);
   const RnnScan& scan = p.scan;
   const int64_t B = scan.batch, H = scan.hidden, D = scan.directions;
   const int d = team.direction;
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
     ElementNorm<CELL> norm[NORM ? E : 1];
 
     // What memory holds of a step, asked for a step ahead.
-    const auto ask = [&](int i, int t, const Flags& flags) {
-      if (!there[i] || !flags.active) return;
+    const auto ask = [&](int i, bool wanted, int t, const Flags& flags) {
+      if (!wanted || !flags.active) return;
       const int unit = team.first_unit + team.u + 32 * i;
       kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, t, flags.reset);
       if constexpr (NORM) { norm[i].fetch(p.norm, (int64_t{d} * scan.steps + t) * B + row.number, scan.hidden, unit); }
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
       if (scan.mask != nullptr) factor[i] = scan.mask[at];
       if (p.grad_h_n != nullptr) later[i] = read<T>(p.grad_h_n, at);
       if (CELL == kRnnLstm && p.grad_c_n != nullptr) later_c[i] = read<T>(p.grad_c_n, at);
-      ask(i, last, now);
+      ask(i, true, last, now);
     }
 
     for (int step = scan.steps - 1; step >= 0; --step, ++team.count) {
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
 #pragma unroll
       for (int i = 0; i < E; ++i) {
         if (there[i] && now.active) { grads[i].end(scan, kept[i], now.reset, sums, norm[NORM ? i : 0], later_c[i]); }
-        ask(i, ahead, next);
+        ask(i, there[i], ahead, next);
         if (team.u + 32 * i >= team.mine) continue;
 #pragma unroll
         for (int k = 0; k < G; ++k) {

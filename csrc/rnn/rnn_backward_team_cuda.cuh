@@ -2,6 +2,8 @@
 // told in rnn_backward_cuda.cuh.
 #pragma once
 
+#include <algorithm>
+
 #include "rnn_cell_cuda.cuh"
 
 namespace seqkern {
@@ -25,49 +27,52 @@ constexpr int held_tiles(int cell, int element, int units) {
 // Sums over the units of a row that layer norm needs, a multiple of what travels together.
 constexpr int norm_sums(int cell) { return cell == kRnnLstm ? 8 : 4; }
 
+// How a block's work and its shared memory are divided. Made by the host.
+struct Layout {
+  int groups;  // of 8 units, of the layer
+  int units;   // most that a block owns
+  int k, m;    // rows of my weights, and units: rounded up to tiles
+  int planes;  // parts that are added up when dh is read
+  int row_planes;
+  int64_t da, parts, where, barriers, rows, total;  // offsets; the weights come first
+};
+
+// `element`: bytes of the dtype.
+inline Layout layout_of(int hidden, int cell, int blocks, Exchange exchange, int element, bool norm) {
+  Layout l;
+  l.groups = (hidden + 7) / 8;
+  l.units = (l.groups + blocks - 1) / blocks * 8;
+  const int tile = element == 2 ? 16 : 1;
+  l.k = (rnn_gates(cell) * l.units + tile - 1) / tile * tile;
+  l.m = (hidden + 15) / 16 * 16;
+  const int packets = kRows * norm_sums(cell) / 4;
+  l.planes = exchange == kGrid ? std::min(blocks, kThreads / (2 * l.units)) : blocks;
+  l.row_planes = exchange == kGrid ? std::min(blocks, kThreads / packets) : blocks;
+  const int in_shared = std::max(0, l.m - 16 * kWarps * held_tiles(cell, element, l.units));
+  l.da = int64_t{l.k} * in_shared * element;
+  l.parts = l.da + 2 * int64_t{l.k} * kRows * element;
+  l.where = l.parts + int64_t{exchange == kCluster ? 2 : 1} * l.planes * l.units * kRows * 4;
+  l.barriers = l.where + (l.groups * 4 + 15) / 16 * 16;
+  l.rows = l.barriers + 32;
+  // Of every warp 4 rows, and of every plane all.
+  l.total = l.rows + (norm ? 16 * (kWarps * packets / 2 + l.row_planes * packets) : 0);
+  return l;
+}
+
 // Who works together.
 struct TeamShape {
   Exchange exchange;
   int blocks;  // of a team
   int teams;   // of a direction
   int first_direction;
+  Layout layout;
   uint4* mailbox;      // of the grid: [buffer][to, any block][from, of its team][half][unit]
   uint4* row_mailbox;  // and, for layer norm: [from, any block][row][sums / 4]
 };
 
-// How a block's work and its shared memory are divided. `element`: bytes of the dtype.
-struct Layout {
-  int groups;  // of 8 units, of the layer
-  int units;   // most that a block owns
-  int k, m;    // rows of my weights, and units: rounded up to tiles
-  int held;    // tiles of 16 units whose weights are in registers
-  int planes;  // parts that are added up when dh is read
-  int row_planes;
-  int64_t da, parts, where, barriers, rows, total;  // offsets; the weights come first
-  __host__ __device__ Layout(int hidden, int cell, int blocks, Exchange exchange, int element, bool norm) {
-    groups = (hidden + 7) / 8;
-    units = (groups + blocks - 1) / blocks * 8;
-    const int tile = element == 2 ? 16 : 1;
-    k = (rnn_gates(cell) * units + tile - 1) / tile * tile;
-    m = (hidden + 15) / 16 * 16;
-    held = kWarps * held_tiles(cell, element, units);
-    planes = exchange == kBlock ? 1 : exchange == kCluster ? blocks : min(blocks, kThreads / (2 * units));
-    const int packets = kRows * norm_sums(cell) / 4;
-    row_planes = exchange == kBlock ? 1 : exchange == kCluster ? blocks : min(blocks, kThreads / packets);
-    const int in_shared = max(0, m - 16 * held);
-    da = int64_t{k} * in_shared * element;
-    parts = da + 2 * int64_t{k} * kRows * element;
-    where = parts + int64_t{exchange == kCluster ? 2 : 1} * planes * units * kRows * 4;
-    barriers = where + (groups * 4 + 15) / 16 * 16;
-    rows = barriers + 32;
-    // Of every warp 4 rows, and of every plane all.
-    total = rows + (norm ? 16 * (kWarps * packets / 2 + row_planes * packets) : 0);
-  }
-};
-
 // The groups of rank r begin here; every rank has at least one, as there are no more ranks than groups.
-__host__ __device__ inline int first_group(int rank, int groups, int blocks) {
-  return static_cast<int>(int64_t{rank} * groups / blocks);
+SK_DEVICE int first_group(int rank, int groups, int blocks) {
+  return static_cast<int>(static_cast<int64_t>(rank) * groups / blocks);
 }
 
 // ---- packets of the grid ------------------------------------------------------------------------------------------
@@ -118,8 +123,8 @@ struct Team {
   static constexpr int SUMS = norm_sums(CELL), PACKETS = SUMS / 4;  // of a row
 
   const TeamShape& shape;
+  const Layout& layout;
   unsigned char* shared;
-  Layout layout;
   int hidden, rank, number, direction;  // number: of the team
   int first_unit, mine;                 // my units
   int thread, lane, warp;
@@ -127,10 +132,10 @@ struct Team {
   uint32_t count = 0;        // of exchanges
   uint4 held[HELD > 0 ? HELD : 1][HELD_K];
 
-  SK_DEVICE Team(const TeamShape& s, int hidden_size, unsigned char* memory, bool norm)
+  SK_DEVICE Team(const TeamShape& s, int hidden_size, unsigned char* memory)
       : shape(s),
+        layout(s.layout),
         shared(memory),
-        layout(hidden_size, CELL, s.blocks, s.exchange, sizeof(T), norm),
         hidden(hidden_size),
         rank(static_cast<int>(blockIdx.x) % s.blocks),
         number(static_cast<int>(blockIdx.x) / s.blocks),
