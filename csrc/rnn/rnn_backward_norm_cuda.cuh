@@ -30,6 +30,7 @@ struct NormProblem {
 template <class F>
 SK_DEVICE float warp_mean(int count, F f) {
   float sum = 0;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) sum += f(i);
   for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
   return sum / static_cast<float>(count);
