@@ -35,7 +35,7 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
             "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
             "gru_cell", "rnn_tanh_cell" or "rnn_relu_cell".
         tensors: the tensors that the op would get; device and dtype of the first decide. For a recurrent layer in CUDA
-            C++ its input and weights: then it tells which tier would hold them.
+            C++ its input and h, or its weights: then it tells which tier would hold them.
 
     Raises:
         ValueError: unknown op.
@@ -80,16 +80,21 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
 
 def _scan(op: str, tensors: tuple[torch.Tensor, ...]) -> str:
     """How a recurrent layer in CUDA C++ walks over the steps: in one launch, where a tier holds its weights."""
+    cells = {"lstm": 0, "gru": 1, "rnn_tanh": 2, "rnn_relu": 3}
+    if op not in cells:
+        return "a step by itself is a Triton kernel"
     if tensors and tensors[0].dtype == torch.float64:
         return "float64 goes step by step"
-    cell = ("lstm", "gru", "rnn_tanh", "rnn_relu").index(op)
+    cell = cells[op]
     gates = (4, 3, 1, 1)[cell]
     # (gates * hidden, hidden): if w_ih has that shape too, the answer is the same
-    w_hh = next((t for t in tensors[1:] if t.dim() == 2 and t.size(0) == gates * t.size(1)), None)
-    if w_hh is None:
+    sizes = [t.size(1) for t in tensors[1:] if t.dim() == 2 and t.size(0) == gates * t.size(1)]
+    sizes += [t.size(2) for t in tensors[1:] if t.dim() == 3]
+    if not sizes or sizes[0] == 0:
         return "all steps in one launch where the device holds the recurrent weights (it tells when it gets w_hh too)"
+    w_hh = tensors[0].new_empty(1).expand(1, gates * sizes[0], sizes[0])  # sizes, dtype and device are all that counts
     batch = tensors[0].size(1) if tensors[0].dim() == 3 else 1
-    plans = [_library._CUDA["rnn_scan_plan"](w_hh[None], batch, cell, False, back, "auto") for back in (False, True)]
+    plans = [_library._CUDA["rnn_scan_plan"](w_hh, batch, cell, False, back, "auto") for back in (False, True)]
     return f"forward {plans[0]}; backward {plans[1]}; projections and peepholes go step by step"
 
 

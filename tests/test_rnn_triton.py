@@ -7,7 +7,6 @@ work.
 from __future__ import annotations
 
 import importlib
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rnn_cases import GATES, GRU, KEPT, LSTM, RNN_RELU, RNN_TANH, Case, build, check, near
+from rnn_cases import GATES, GRU, KEPT, LSTM, RNN_RELU, RNN_TANH, Case, build, check, near, sample
 
 import seqkern
 from seqkern import reference
@@ -59,29 +58,6 @@ def check_cell(cell: int, batch: int, hidden: int, dtype: torch.dtype, strided: 
     else:
         assert found[1].shape == found[2].shape == (0,)
     assert activated.shape == (batch, KEPT[cell] * hidden)
-
-
-def sample(seed: int, device: str = "cpu") -> Case:
-    """A random call with random options."""
-    r = random.Random(seed)
-    cell = r.choice([LSTM, LSTM, LSTM, GRU, GRU, RNN_TANH, RNN_RELU])
-    steps, batch, hidden = r.choice([0, 1, 2, 3, 5]), r.choice([1, 2, 3, 17]), r.choice([1, 3, 8, 16, 17])
-    directions = r.choice([1, 1, 2])
-    projection = r.choice([None, None, 1, 5]) if cell == LSTM and hidden > 5 else None
-    plain = r.random() < 0.4  # what the whole-sequence kernels take
-    return Case(
-        cell=cell, steps=steps, batch=batch, inputs=r.choice([1, 3, 8]), hidden=hidden, directions=directions,
-        reverse=directions == 1 and r.random() < 0.4,
-        dtype=r.choice([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]),
-        projection=None if plain else projection, bias=r.random() < 0.7, given=r.random() < 0.3,
-        lengths=tuple(r.randint(0, steps) for _ in range(batch)) if r.random() < 0.5 else None,
-        resets=r.choice([0.0, 0.0, 0.3, 0.8]), mask=r.random() < 0.4,
-        peephole=not plain and cell == LSTM and r.random() < 0.4, norm=not plain and r.random() < 0.4,
-        zoneout=(0.0, 0.0) if plain else (r.choice([0.0, 0.3, 1.0]), r.choice([0.0, 0.2]) if cell == LSTM else 0.0),
-        training=r.random() < 0.6, keep=r.random() < 0.6,
-        grads="".join(name for name in "ohcs" if r.random() < 0.7) or "o", need_input=r.random() < 0.8,
-        need_weights=r.random() < 0.8, strided=r.random() < 0.3, device=device,
-    )  # fmt: skip
 
 
 ALL = {"norm": True, "mask": True, "resets": 0.3, "zoneout": (0.3, 0.2), "directions": 2}

@@ -7,7 +7,7 @@
 #include "cuda_launch.h"
 #include "dropout.h"
 #include "rnn_backward_cuda.cuh"
-#include "rnn_backward_cuda.h"
+#include "rnn_plan_cuda.h"
 #include "tensor.h"
 
 namespace seqkern {
@@ -110,9 +110,9 @@ class Planner {
     plan.shape.all_resident = exchange == kGrid;
     plan.kernel = of_type(type_, cell_, Scan{layout.units, norm_});
     plan.served = layout.units <= (norm_ ? kShortest : kLongest) && layout.total <= device_.shared_per_block;
-    plan.why = std::to_string(layout.units) + " units and " + std::to_string(layout.total) +
-               " bytes of shared memory a block, " + std::to_string(blocks) + (blocks == 1 ? " block" : " blocks") +
-               " a team";
+    plan.why = "teams of " + std::to_string(blocks) + (blocks == 1 ? " block" : " blocks") + ", " +
+               std::to_string(layout.units) + " units and " + std::to_string(layout.total) +
+               " bytes of shared memory a block";
     return plan;
   }
   void spread(Plan& plan, int64_t teams) const {
@@ -337,11 +337,14 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
 
 }  // namespace
 
-std::string rnn_backward_plan(const Tensor& w_hh, int64_t batch, int64_t cell, bool norm, const std::string& tier) {
-  const Planner plans = planner(w_hh, batch, cell, norm, tier, "rnn_scan_plan");
+RnnPlan rnn_plan_backward(const Tensor& w_hh, int cell, bool norm, const std::string& tier) {
+  const Planner plans = planner(w_hh, 1, cell, norm, tier, "rnn_scan_plan");
   const OnDevice on_device(w_hh);
   const Plan plan = plans.plan(tier);
-  return (plan.served ? kTiers[plan.exchange] : std::string("none")) + ": " + plan.why;
+  RnnPlan result;
+  result.served = plan.served;
+  result.why = (plan.served ? kTiers[plan.exchange] : std::string("none")) + ": " + plan.why;
+  return result;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(seqkern_cuda, SK_CUDA_KEY, m) { m.impl("rnn_scan_bwd", TORCH_BOX(&rnn_scan_bwd)); }

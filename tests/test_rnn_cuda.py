@@ -1,0 +1,268 @@
+"""Recurrent layers with the scans in CUDA C++, every option, against the reference in float64.
+
+The launchers of kernels/rnn.py do the rest, as for Triton: in the host executor, where a process of its own (this file,
+run) does the work, or on a GPU. Every tier of the scans is forced, on devices that are made small enough to need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from rnn_cases import GRU, RNN_RELU, RNN_TANH, Case, build, check, sample
+
+import seqkern
+from seqkern import _library
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+OTHER_SCANS = ("_scan_whole", "_scan_steps", "plan_sequence_backward", "_scan_back")
+
+
+@contextlib.contextmanager
+def cuda_scans(tier: str = "auto") -> Iterator[None]:
+    """Both scans in CUDA C++ in that tier, and no other scan."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(seqkern.use_backend("cuda"))
+        stack.enter_context(mock.patch.object(kernels, "TIER", tier))
+        for name in OTHER_SCANS:
+            stack.enter_context(mock.patch.object(kernels, name, side_effect=AssertionError(f"{name} was called")))
+        yield
+
+
+CASES = {
+    "LSTM": Case(),
+    "LSTM, both directions": Case(directions=2, batch=9, hidden=17, dtype=BF16),
+    "LSTM, reverse": Case(reverse=True, bias=False, dtype=F16, hidden=24),
+    "GRU": Case(cell=GRU, dtype=BF16, hidden=17, directions=2),
+    "GRU, reverse": Case(cell=GRU, reverse=True, need_weights=False, dtype=F16),
+    "GRU in float32": Case(cell=GRU, hidden=19, batch=9),
+    "tanh": Case(cell=RNN_TANH, hidden=33, dtype=BF16),
+    "relu": Case(cell=RNN_RELU, directions=2, dtype=F16),
+    "tanh in float32": Case(cell=RNN_TANH, reverse=True, hidden=9),
+    "lengths": Case(directions=2, batch=5, lengths=(3, 0, 1, 2, 2), dtype=BF16),
+    "GRU, lengths": Case(cell=GRU, directions=2, batch=5, lengths=(3, 0, 1, 2, 2), keep=False),
+    "resets": Case(directions=2, steps=6, resets=0.4, lengths=(6, 5, 3), dtype=F16),
+    "GRU, resets": Case(cell=GRU, reverse=True, steps=6, resets=0.4, mask=True, keep=False),
+    "mask": Case(mask=True, directions=2, dtype=BF16),
+    "given": Case(given=True, directions=2, strided=True),
+    "given, without bias": Case(given=True, cell=GRU, bias=False, dtype=F16),
+    "recompute": Case(keep=False, directions=2, dtype=BF16, hidden=24),
+    "zoneout": Case(zoneout=(0.4, 0.3), directions=2, lengths=(3, 0, 2), hidden=17),
+    "zoneout in evaluation": Case(zoneout=(0.4, 0.2), training=False, reverse=True, dtype=BF16),
+    "GRU, zoneout": Case(cell=GRU, zoneout=(0.5, 0.0), hidden=17, dtype=F16),
+    "relu, zoneout in evaluation": Case(cell=RNN_RELU, zoneout=(0.5, 0.0), training=False, directions=2),
+    "norm": Case(norm=True, directions=2, hidden=17),
+    "norm, recompute": Case(norm=True, keep=False, reverse=True, lengths=(3, 2, 0), dtype=BF16),
+    "GRU, norm": Case(cell=GRU, norm=True, hidden=17, resets=0.3, dtype=F16),
+    "tanh, norm": Case(cell=RNN_TANH, norm=True, directions=2, need_weights=False),
+    "everything": Case(
+        norm=True, mask=True, resets=0.3, zoneout=(0.3, 0.2), directions=2, lengths=(3, 2, 1), strided=True, hidden=17
+    ),
+    "everything, GRU": Case(
+        cell=GRU, norm=True, mask=True, resets=0.3, zoneout=(0.3, 0.0), directions=2, keep=False, dtype=BF16
+    ),
+    "no steps": Case(steps=0, directions=2),
+    "no steps, norm": Case(steps=0, norm=True, cell=GRU),
+    "no batch": Case(batch=0, directions=2),
+    "only c": Case(grads="c", dtype=BF16),
+    "only h": Case(grads="h", cell=GRU, directions=2),
+    "only cells": Case(grads="s", hidden=17),
+    "nothing needed": Case(need_input=False, need_weights=False, directions=2, cell=GRU),
+    "saturated": Case(scale=100.0, hidden=9),
+}  # fmt: skip
+# Teams of several blocks that walk several tiles of the batch, with units that no tile is full of.
+WIDE = {
+    "LSTM": Case(hidden=70, batch=19, steps=4, dtype=BF16, directions=2),
+    "LSTM in float32": Case(hidden=41, batch=9, lengths=(3, 0, 1, 2, 2, 3, 1, 3, 2), mask=True),
+    "GRU": Case(cell=GRU, hidden=75, batch=17, steps=4, dtype=F16, zoneout=(0.3, 0.0)),
+    "GRU in float32": Case(cell=GRU, hidden=33, reverse=True, resets=0.3, steps=5),
+    "tanh": Case(cell=RNN_TANH, hidden=130, batch=9, dtype=BF16, directions=2),
+    "norm": Case(norm=True, hidden=60, batch=17, dtype=BF16, steps=4),
+    "GRU, norm": Case(cell=GRU, norm=True, hidden=35, batch=9, directions=2, lengths=(3, 0, 1, 2, 2, 3, 1, 3, 2)),
+    "tanh, norm": Case(cell=RNN_TANH, norm=True, hidden=45, dtype=F16, keep=False),
+}  # fmt: skip
+# What makes a device need a tier: bytes of shared memory, multiprocessors.
+DEVICE = {"block": {}, "cluster": {"shared": 40 << 10}, "grid": {"shared": 40 << 10, "multiprocessors": 16, "arch": 80}}
+
+
+def blocks_of(case: Case, tier: str) -> tuple[int, int]:
+    """How many blocks the teams of both scans have, as the plans say."""
+    gates, directions = (4, 3, 1, 1)[case.cell], case.directions
+    weight = torch.empty(directions, gates * case.hidden, case.hidden, dtype=case.dtype, device=case.device)
+    plans = [
+        torch.ops.seqkern_cuda.rnn_scan_plan(weight, case.batch, case.cell, case.norm, backward, tier)
+        for backward in (False, True)
+    ]
+    assert all(plan.startswith(tier if tier != "auto" else ("block", "cluster", "grid")) for plan in plans), plans
+    return tuple(int(plan.partition("teams of ")[2].partition(" ")[0]) for plan in plans)
+
+
+def bits_repeat(tier: str, device: str = "cpu") -> None:
+    """The same bits again, and for a row whatever is beside it in the batch."""
+    kernels = importlib.import_module("seqkern.kernels.rnn")
+    for case in (
+        Case(hidden=40, batch=11, directions=2, dtype=BF16, given=True, device=device),
+        Case(cell=GRU, hidden=40, batch=11, norm=True, given=True, device=device),
+    ):
+        arguments, results = build(case, 5), []
+        one = {
+            name: value[:, 9:10].contiguous() if name in ("input", "h0", "c0") and value is not None else value
+            for name, value in arguments.items()
+        }
+        with cuda_scans(tier):
+            for each in (arguments, arguments, one):
+                forward = kernels.rnn_fwd(**each, keep=True)
+                grad = torch.linspace(-1, 1, forward[0].shape[-1], device=device, dtype=case.dtype)
+                back = kernels.rnn_bwd(
+                    grad.expand_as(forward[0]), None, None, None, **each, output=forward[0], cells=forward[3],
+                    gates=forward[4], products=forward[5], need_input=False, need_weights=True,
+                )  # fmt: skip
+                results.append((forward, back))
+        (forward, back), again, alone = results
+        assert all(map(torch.equal, [*forward, *back], [*again[0], *again[1]]))
+        assert torch.equal(forward[0][:, 9:10], alone[0][0])
+        assert torch.equal(back[1][:, 9:10], alone[1][1])
+
+
+def not_served(device: str = "cpu") -> None:
+    """What the scans do not serve goes step by step: the same results, no scan in CUDA C++."""
+    cases = (Case(peephole=True), Case(projection=3, directions=2), Case(dtype=torch.float64, hidden=9))
+    refuse = mock.Mock(side_effect=AssertionError("a scan in CUDA C++ was called"))
+    with seqkern.use_backend("cuda"):
+        ops = _library.cuda_ops("rnn", torch.empty(0, device=device))
+        with mock.patch.object(ops, "rnn_scan_fwd", refuse), mock.patch.object(ops, "rnn_scan_bwd", refuse):
+            for case in cases:
+                check(replace(case, device=device))
+
+
+def explained(device: str = "cpu") -> None:
+    x, h0 = torch.empty(5, 3, 8, device=device), torch.empty(1, 3, 16, device=device)
+    with seqkern.use_backend("cuda"):
+        assert "when it gets w_hh too" in seqkern.explain("gru", x).reason
+        assert "Triton" in seqkern.explain("gru_cell", x[0]).reason
+        for op in ("lstm", "gru", "rnn_tanh"):
+            choice = seqkern.explain(op, x, h0)
+            assert "forward block: teams of 1 block" in choice.reason, choice
+            assert "backward block: teams of 1 block" in choice.reason, choice
+        huge = seqkern.explain("lstm", x, torch.empty(1, 3, 20000, device=device))
+        assert "forward none: " in huge.reason, huge
+        assert "float64 goes step by step" in seqkern.explain("lstm", x.double(), h0.double()).reason
+
+
+QUICK = (
+    "LSTM",
+    "LSTM, both directions",
+    "GRU",
+    "GRU, resets",
+    "tanh",
+    "lengths",
+    "recompute",
+    "everything",
+    "no steps",
+)
+
+
+@pytest.mark.parametrize("tier", ["block", "cluster", "grid"])
+def test_executed(simt: Callable[..., str], tier: str) -> None:
+    simt(__file__, "quick", tier, **DEVICE[tier])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["block", "cluster", "grid"])
+def test_executed_all(simt: Callable[..., str], tier: str) -> None:
+    simt(__file__, "all", tier, **DEVICE[tier])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_executed_random(simt: Callable[..., str], seed: int) -> None:
+    device = DEVICE["grid"] | {"arch": 80 if seed % 2 else 90, "seed": seed}
+    simt(__file__, "random", 2000 + 40 * seed, 2040 + 40 * seed, sanitize=False, **device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["auto", "block", "cluster", "grid"])
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(name: str, tier: str) -> None:
+    if tier == "cluster" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no clusters")
+    with cuda_scans(tier):
+        check(replace(CASES[name], device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("tier", ["auto", "cluster", "grid"])
+def test_compiled_wide(name: str, tier: str) -> None:
+    if tier == "cluster" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no clusters")
+    with cuda_scans(tier):
+        check(replace(WIDE[name], device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("hidden", [128, 200, 256, 512, 1024])
+@pytest.mark.parametrize("cell", range(4))
+def test_compiled_sizes(cell: int, hidden: int, dtype: torch.dtype) -> None:
+    with seqkern.use_backend("cuda"):
+        check(Case(cell=cell, steps=9, batch=33, hidden=hidden, directions=2, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["block", "grid"])
+def test_compiled_bits_repeat(tier: str) -> None:
+    bits_repeat(tier, "cuda")
+
+
+@pytest.mark.gpu
+def test_compiled_not_served() -> None:
+    not_served("cuda")
+    explained("cuda")
+
+
+def run(cases: dict[str, Case], tier: str) -> None:
+    for name, case in cases.items():
+        try:
+            with cuda_scans(tier):
+                check(case)
+        except BaseException:
+            print(tier, name, case, flush=True)
+            raise
+
+
+def main(what: str, *arguments: str) -> None:
+    if what == "random":
+        for seed in range(*map(int, arguments)):
+            case = sample(seed)
+            case = replace(
+                case, projection=None, peephole=False, dtype=F32 if case.dtype == torch.float64 else case.dtype
+            )
+            case = replace(case, hidden=random.Random(seed).choice([case.hidden, 24, 35, 50]))
+            tier = random.Random(seed).choice(["auto", "grid"])
+            run({f"seed {seed}": case}, tier)
+        return
+    (tier,) = arguments
+    everything = what == "all"
+    run(CASES if everything else {name: CASES[name] for name in QUICK}, tier)
+    if tier == "block":
+        not_served()
+        explained()
+    else:
+        wide = WIDE if everything else {name: WIDE[name] for name in ("LSTM", "norm")}
+        for case in wide.values():
+            assert min(blocks_of(case, tier)) > 1
+        run(wide, tier)
+        bits_repeat(tier)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
