@@ -295,6 +295,9 @@ def _scan_back_cuda(
 ):  # fmt: skip
     """(grad_h0, grad_c0), from one launch in CUDA C++. grad_products: None where no gradient of w_hh is wanted."""
     grad_h_n, grad_c_n = (None if each is None else each.contiguous() for each in (grad_h_n, grad_c_n))
+    steps = (problem.d, problem.t, problem.b)
+    gates = gates.view(*steps, problem.kept)  # without steps nothing was found again
+    products = None if products is None else products.view(*steps, problem.width)
     grad_h0, grad_c0 = ops.rnn_scan_bwd(
         grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh.contiguous(),
         problem.norm, problem.lengths, problem.resets, problem.mask, problem.seed, problem.zoneout_h, problem.zoneout_c,

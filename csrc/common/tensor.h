@@ -65,9 +65,9 @@ inline void check_cpu(const Tensor& t, const char* op, const char* argument) {
   check_memory(t, op, argument);
 }
 
-// Elements of the last dimension lie next to each other (or there is at most one).
+// Elements of the last dimension lie next to each other (or there is at most one, or nothing at all).
 inline bool unit_last_stride(const Tensor& t) {
-  return t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1;
+  return t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1 || t.numel() == 0;
 }
 // `t` itself when its last dimension is contiguous, otherwise a contiguous copy.
 inline Tensor with_unit_last_stride(const Tensor& t) { return unit_last_stride(t) ? t : torch::stable::contiguous(t); }
