@@ -122,7 +122,7 @@ class Planner {
 
   Plan block() const {
     Plan plan = team(kBlock, 1);
-    if (!plan.served) plan.why = "a block does not hold the weights";
+    if (!plan.served) plan.why = "a block does not hold " + std::to_string(hidden_) + " units";
     spread(plan, tiles_);
     return plan;
   }
@@ -135,7 +135,9 @@ class Planner {
     for (int blocks = 2; blocks <= device_.max_cluster && blocks <= std::max(2, groups_); blocks *= 2) {
       Plan plan = team(kCluster, std::min(blocks, groups_));
       if (!plan.served) continue;
-      const int resident = resident_clusters("rnn_scan_bwd", reinterpret_cast<const void*>(plan.kernel), plan.shape);
+      const void* kernel = reinterpret_cast<const void*>(plan.kernel);
+      const int resident =
+          plan.blocks == 1 ? device_.multiprocessors : resident_clusters("rnn_scan_bwd", kernel, plan.shape);
       if (resident == 0) continue;
       spread(plan, resident / directions_);
       best = plan;

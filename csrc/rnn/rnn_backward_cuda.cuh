@@ -227,7 +227,7 @@ template <class T, int CELL, int E, bool NORM>
 __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Problem p) {
   constexpr int G = rnn_gates(CELL);
   SK_SHARED(shared);
-  Team<T, CELL, E> team(p.team, p.scan.hidden, shared);
+  Team<T, CELL, E, NORM> team(p.team, p.scan.hidden, shared);
   const RnnScan& scan = p.scan;
   const int64_t B = scan.batch, H = scan.hidden, D = scan.directions;
   const int d = team.direction;

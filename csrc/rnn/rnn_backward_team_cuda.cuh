@@ -18,10 +18,10 @@ constexpr unsigned kEpochs = 15;  // what four bits tell apart, beside 0: nothin
 constexpr int kShortest = 32;     // units that every thread has one element of
 constexpr int kLongest = 128;     // units of a block
 
-// How many tiles of 16 units, by all gates of a block, a warp keeps in registers, 64 a thread: where a thread has one
-// element, which leaves room, and gates no more than 32 units'.
-constexpr int held_tiles(int cell, int element, int units) {
-  return element == 2 && units <= kShortest ? 8 / rnn_gates(cell) : 0;
+// How many tiles of 16 units, by all gates of a block, a warp keeps in registers, 96 a thread and 64 beside layer norm:
+// where a thread has one element, which leaves room, and gates no more than 32 units'.
+constexpr int held_tiles(int cell, int element, int units, bool norm) {
+  return element == 2 && units <= kShortest ? (norm ? 8 : 12) / rnn_gates(cell) : 0;
 }
 
 // Sums over the units of a row that layer norm needs, a multiple of what travels together.
@@ -48,7 +48,7 @@ inline Layout layout_of(int hidden, int cell, int blocks, Exchange exchange, int
   const int packets = kRows * norm_sums(cell) / 4;
   l.planes = exchange == kGrid ? std::min(blocks, kThreads / (2 * l.units)) : blocks;
   l.row_planes = exchange == kGrid ? std::min(blocks, kThreads / packets) : blocks;
-  const int in_shared = std::max(0, l.m - 16 * kWarps * held_tiles(cell, element, l.units));
+  const int in_shared = std::max(0, l.m - 16 * kWarps * held_tiles(cell, element, l.units, norm));
   l.da = int64_t{l.k} * in_shared * element;
   l.parts = l.da + 2 * int64_t{l.k} * kRows * element;
   l.where = l.parts + int64_t{exchange == kCluster ? 2 : 1} * l.planes * l.units * kRows * 4;
@@ -116,10 +116,10 @@ SK_DEVICE float4 collect(const uint4* inbox, int64_t between, int first, int str
 // CELL: kRnnLstm, kRnnGru, or kRnnTanh for both simple ones. E: elements of a thread. A warp's lanes are 8 units by 4
 // rows, so that memory is read by whole 32-byte sectors and the parts, 4 rows of a unit after 4 rows of the next,
 // without bank conflicts.
-template <class T, int CELL, int E>
+template <class T, int CELL, int E, bool NORM>
 struct Team {
   static constexpr int G = rnn_gates(CELL);
-  static constexpr int HELD = held_tiles(CELL, sizeof(T), 32 * E), HELD_K = HELD > 0 ? G * kShortest / 16 : 1;
+  static constexpr int HELD = held_tiles(CELL, sizeof(T), 32 * E, NORM), HELD_K = HELD > 0 ? G * kShortest / 16 : 1;
   static constexpr int SUMS = norm_sums(CELL), PACKETS = SUMS / 4;  // of a row
 
   const TeamShape& shape;
@@ -263,20 +263,21 @@ struct Team {
         send_tile(m, sums);
       }
     } else {
-      // A thread takes 4 rows of a unit. m is a multiple of 16, so that half a warp reads neighbouring weights.
-      for (int at = thread; at < 2 * layout.m; at += kThreads) {
-        const int which = at >= layout.m, unit = at - which * layout.m;
+      for (int unit = thread; unit < layout.m; unit += kThreads) {
         const float* w = reinterpret_cast<const float*>(shared) + unit;
-        const float4* x = reinterpret_cast<const float4*>(da()) + which;
-        float4 sums = {0, 0, 0, 0};
-#pragma unroll 4
+        const float4* x = reinterpret_cast<const float4*>(da());
+        float4 sums[2] = {};
+#pragma unroll 2
         for (int k = 0; k < layout.k; ++k) {
           const float weight = w[k * layout.m];
-          const float4 rows = x[k * 2];
-          sums.x = fmaf(weight, rows.x, sums.x), sums.y = fmaf(weight, rows.y, sums.y);
-          sums.z = fmaf(weight, rows.z, sums.z), sums.w = fmaf(weight, rows.w, sums.w);
+#pragma unroll
+          for (int which = 0; which < 2; ++which) {
+            const float4 rows = x[k * 2 + which];
+            sums[which].x = fmaf(weight, rows.x, sums[which].x), sums[which].y = fmaf(weight, rows.y, sums[which].y);
+            sums[which].z = fmaf(weight, rows.z, sums[which].z), sums[which].w = fmaf(weight, rows.w, sums[which].w);
+          }
         }
-        send(unit, which, sums);
+        for (int which = 0; which < 2; ++which) send(unit, which, sums[which]);
       }
     }
   }
