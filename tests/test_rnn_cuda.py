@@ -89,6 +89,12 @@ WIDE = {
     "GRU, norm": Case(cell=GRU, norm=True, hidden=35, batch=9, directions=2, lengths=(3, 0, 1, 2, 2, 3, 1, 3, 2)),
     "tanh, norm": Case(cell=RNN_TANH, norm=True, hidden=45, dtype=F16, keep=False),
 }  # fmt: skip
+# More units than the registers of a team hold.
+HUGE = {
+    "LSTM": Case(hidden=400, batch=9, dtype=BF16, steps=2),
+    "norm": Case(norm=True, hidden=290, dtype=F16, steps=2, need_weights=False),
+    "GRU": Case(cell=GRU, hidden=523, dtype=BF16, steps=2, keep=False),
+}
 # What makes a device need a tier: bytes of shared memory, multiprocessors.
 DEVICE = {"block": {}, "cluster": {"shared": 40 << 10}, "grid": {"shared": 40 << 10, "multiprocessors": 16, "arch": 80}}
 
@@ -182,6 +188,11 @@ def test_executed_all(simt: Callable[..., str], tier: str) -> None:
 
 
 @pytest.mark.slow
+def test_executed_huge(simt: Callable[..., str]) -> None:
+    simt(__file__, "huge", sanitize=False, multiprocessors=24)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_executed_random(simt: Callable[..., str], seed: int) -> None:
     device = DEVICE["grid"] | {"arch": 80 if seed % 2 else 90, "seed": seed}
@@ -199,13 +210,12 @@ def test_compiled(name: str, tier: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("tier", ["auto", "cluster", "grid"])
-def test_compiled_wide(name: str, tier: str) -> None:
+def test_compiled_wide(tier: str) -> None:
     if tier == "cluster" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("no clusters")
-    with cuda_scans(tier):
-        check(replace(WIDE[name], device="cuda"))
+    for cases in (WIDE, HUGE):
+        run({name: replace(case, device="cuda") for name, case in cases.items()}, tier)
 
 
 @pytest.mark.gpu
@@ -249,6 +259,10 @@ def main(what: str, *arguments: str) -> None:
             case = replace(case, hidden=random.Random(seed).choice([case.hidden, 24, 35, 50]))
             tier = random.Random(seed).choice(["auto", "grid"])
             run({f"seed {seed}": case}, tier)
+        return
+    if what == "huge":
+        for tier in ("cluster", "grid"):
+            run(HUGE, tier)
         return
     (tier,) = arguments
     everything = what == "all"
