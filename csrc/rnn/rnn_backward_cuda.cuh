@@ -252,6 +252,8 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
       if constexpr (NORM) { norm[i].fetch(p.norm, (int64_t{d} * scan.steps + t) * B + row.number, scan.hidden, unit); }
     };
 
+    int longest = 0;  // of the tile: the team has nothing to exchange at times that no row has
+    for (int i = 0; i < kRows; ++i) longest = max(longest, rnn_length(scan, tile * kRows + i));
     const int last = rnn_time(scan, scan.steps - 1, backwards);
     Flags now = flags(scan, row, backwards, last);
 #pragma unroll
@@ -268,8 +270,9 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
       ask(i, true, last, now);
     }
 
-    for (int step = scan.steps - 1; step >= 0; --step, ++team.count) {
+    for (int step = scan.steps - 1; step >= 0; --step) {
       const int t = rnn_time(scan, step, backwards), ahead = rnn_time(scan, step - 1, backwards);
+      const bool any = t < longest;
       const Flags next = step > 0 ? flags(scan, row, backwards, ahead) : Flags{};
       Step<CELL, NORM> grads[E];
       T of_x[E][G], of_h[E][G];
@@ -281,7 +284,9 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
         grads[i].begin(scan, row.number, team.first_unit + team.u + 32 * i, kept[i], d, t, later[i], later_c[i],
                        norm[NORM ? i : 0], sums);
       }
-      if constexpr (NORM) team.sum_rows(sums);
+      if constexpr (NORM) {
+        if (any) team.sum_rows(sums);
+      }
 #pragma unroll
       for (int i = 0; i < E; ++i) {
         if (there[i] && now.active) { grads[i].end(scan, kept[i], now.reset, sums, norm[NORM ? i : 0], later_c[i]); }
@@ -294,8 +299,10 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
           reinterpret_cast<T*>(team.da())[place * kRows + team.row_in_tile] = of_h[i][k];
         }
       }
-      __syncthreads();
-      team.product();
+      if (any) {
+        __syncthreads();
+        team.product();
+      }
 
       // off the way that the next step waits for: what the GEMMs behind the scan read
 #pragma unroll
@@ -314,11 +321,14 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
         }
       }
 
-      team.wait();
+      if (any) {
+        team.wait();
 #pragma unroll
-      for (int i = 0; i < E; ++i) {
-        if (!there[i] || !now.active) continue;
-        later[i] = now.reset ? 0.0f : grads[i].beside + factor[i] * team.sum(i);
+        for (int i = 0; i < E; ++i) {
+          if (!there[i] || !now.active) continue;
+          later[i] = now.reset ? 0.0f : grads[i].beside + factor[i] * team.sum(i);
+        }
+        ++team.count;
       }
       now = next;
     }
