@@ -10,24 +10,37 @@
 //   sum         dh of my units = the parts of all blocks, added up in the order of their ranks
 //
 // The product is divided along its sum, the gates: what travels is float32, but only H x 8 of it, whatever the cell.
-// (Divided along the units, each block would have to hold da of all G H gates, four times as many numbers for an LSTM,
+// (Divided along the units, as forward, each block would have to hold da of all G H gates, for an LSTM twice the bytes,
 // and its warps would have to share a long sum and meet once more.) My rows of W never leave the chip. They stand as
-// operands of the tensor cores, ready made: units on M, gates on K, the batch on N = 8, m16n8k16; float32 multiplies
-// and adds without tensor cores. Sums have one order, so results do not differ from run to run, and a row of the batch
-// never meets another.
+// operands of the tensor cores, ready made: units on M, gates on K, the batch on N = 8, m16n8k16, a warp every eighth
+// tile of 16 units; float32 multiplies and adds without tensor cores, a thread 8 rows of a unit. Sums have one order
+// and the number of blocks does not depend on the batch, so the bits of a row are the same in every run and in every
+// batch.
 //
 // The three ways to exchange, the only difference between the tiers:
-//   block     C = 1: shared memory
-//   cluster   into the shared memory of the owner, 16 bytes at a time, counted by its mbarrier; two buffers. A block
-//             writes a buffer again only after it has every part of the step between, and whoever sent that had read
-//             the buffer. No barrier of the cluster in the loop.
-//   grid      through global memory, two buffers likewise. A packet of 16 bytes is 4 rows of a unit; the lowest bits of
-//             its 4 words, 2^-24 of the value, say which step it belongs to, and the owner polls until they do.
+//   block     C = 1, to 128 units: shared memory.
+//   cluster   C = 2 ... 16, into the shared memory of the owner, 16 bytes at a time, counted by its mbarrier; two
+//             buffers. A block writes a buffer again only after it has every part of the step between, and whoever sent
+//             that had read the buffer: no barrier of the cluster in the loop.
+//   grid      any C that is resident at once, through global memory, two buffers likewise. A packet of 16 bytes is 4
+//             rows of a unit; the lowest bits of its 4 words, 2^-24 of the value, say which step it belongs to, and the
+//             owner polls until they do. They are cleared before the sum: a result does not depend on the count.
+// da has two buffers as well: a warp may still multiply when another has the sum and goes on.
 //
-// Shared memory of a block: 2 G H^2 / C bytes of weights (4 G H^2 / C in float32), twice 16 or 32 bytes of da for each
-// of its gates, 32 H bytes of parts (twice in a cluster; of the grid, as many as threads add up). A step of a block: 16
-// G H^2 / C FLOP, the weights read once from shared memory, 32 H bytes sent and 32 H received. What memory holds of the
-// next step is asked for before the product.
+// Registers: of weights 96 (64 beside layer norm) where a block has no more than 32 units; none where a thread has 4
+// elements. Shared memory: the other weights, 2 G H U bytes of U units (4 G H U in float32) less 256 to 384 units'
+// columns in registers; 32 or 64 bytes a gate of da; parts of 32 U bytes from every sender, twice in a cluster.
+// A step of a block: 16 G H U FLOP, 32 H bytes sent and as many received, the weights in shared memory read once, 128
+// bytes a clock. Of an LSTM of 512 units in bf16, C = 16, U = 32: 32 KB of weights in shared memory (256 clocks), 256
+// mma, 16 KB each way; of 1024 units, C = 32: 160 KB (1280 clocks), 512 mma; 128 units in a block: 128 KB (1024
+// clocks). What a step reads of memory is asked for a step ahead, what it writes goes behind the product. A team does
+// not exchange at times that no row of its tile has. No GPU speed has been measured yet.
+//
+// What was tried, judged by the compiler's report and by the host executor:
+// - 64 registers of weights for all: an LSTM of 2048 units did not fit 132 blocks; with 96 it needs 220 KB a block;
+// - float32, 8 rows of a unit, the loop unrolled 4 times: spills with 4 elements a thread; twice: none;
+// - float32, 4 rows of a unit a thread: weights read twice, 16 instead of 12 loads of shared memory for the same sums;
+// - one buffer of da: wrong in a cluster (the executor's random order of threads finds it).
 #pragma once
 
 #include "rnn_backward_norm_cuda.cuh"
