@@ -52,8 +52,7 @@ RnnPlan plan_forward(const Tensor& w_hh, int64_t batch, int cell, bool norm, con
   request.directions = static_cast<int>(w_hh.size(0));
   request.hidden = static_cast<int>(w_hh.size(2));
   request.element = dtype == Dtype::f32 ? 4 : 2;
-  request.tiles = rnn_gates(cell);
-  request.planes = 1;
+  request.gates = rnn_gates(cell);
   request.norm = norm;
   request.tier = tier;
   for (int i : {0, 1}) request.kernels[i] = reinterpret_cast<const void*>(kernel_of(dtype, cell, 8 + 8 * i));

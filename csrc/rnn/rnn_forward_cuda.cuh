@@ -28,7 +28,7 @@ struct RnnForwardWeights {
   const T* w;  // (G hidden, hidden)
   int hidden;
 
-  SK_DEVICE uint4 operator()(int gate, int unit, int, int k) const {
+  SK_DEVICE uint4 operator()(int gate, int unit, int k) const {
     constexpr int COUNT = 16 / sizeof(T);
     uint4 v = {0, 0, 0, 0};
     if (unit >= hidden || k >= hidden) return v;
@@ -68,7 +68,7 @@ SK_DEVICE T rnn_operand(float h, const float* factor, bool reset, bool half) {
 template <class T, int CELL, int NT>
 struct RnnForwardScan {
   static constexpr int G = rnn_gates(CELL), R = rnn_kept(CELL), COLUMNS = 2 * NT;
-  using Team = RnnTeam<T, G, 1, NT>;
+  using Team = RnnTeam<T, G, NT>;
   static constexpr int SLOTS = Team::SLOTS;
 
   const RnnForwardArgs& args;
@@ -364,7 +364,7 @@ struct RnnForwardScan {
         const float* factor = mask == nullptr ? nullptr : mask + row_of(slot) * scan.hidden + unit_of(slot);
         operand = rnn_operand<T>(h[slot], factor, flags >> (COLUMNS + column) & 1, args.half);
       }
-      team.stage(slot, 0, operand);
+      team.stage(slot, operand);
     }
   }
 

@@ -20,7 +20,7 @@ struct RnnPlanRequest {
   int64_t batch;
   int directions;
   int hidden, element;  // element: bytes
-  int tiles, planes;    // forward: (G, 1), backward: (1, G)
+  int gates;
   bool norm;
   std::string tier;        // "auto", or the only one that may serve
   const void* kernels[2];  // for tiles of 8 and of 16 rows: for the occupancy queries
@@ -42,10 +42,10 @@ inline const char* rnn_tier_name(RnnTier tier) {
 
 inline RnnTeamShape rnn_shape(const RnnPlanRequest& r, RnnTier tier, int blocks, int groups) {
   const int units = blocks * groups * kRnnGroup, chunk = 64 / r.element;
-  const int chunks = r.planes * ((units + chunk - 1) / chunk);
+  const int chunks = (units + chunk - 1) / chunk;
   int parts = 1;
   while (2 * parts * groups <= kRnnWarps && 2 * parts <= chunks) parts *= 2;
-  return rnn_team_shape(tier, r.hidden, blocks, groups, parts, r.element, r.tiles, r.planes, 1, r.norm);
+  return rnn_team_shape(tier, r.hidden, blocks, groups, parts, r.element, r.gates, 1, r.norm);
 }
 
 // More teams than a grid has rows take tiles in turn.
@@ -60,7 +60,7 @@ inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
 }
 
 inline std::string rnn_describe(const RnnTeamShape& s, const RnnPlanRequest& r, int rows) {
-  const int held = std::min(s.per_warp, rnn_held(r.element, r.tiles, rows / 8));
+  const int held = std::min(s.per_warp, rnn_held(r.element, r.gates, rows / 8));
   return std::string(rnn_tier_name(s.tier)) + ": teams of " + std::to_string(s.blocks) + " blocks of " +
          std::to_string(s.groups * s.parts) + " warps, " + std::to_string(s.groups * kRnnGroup) +
          " units a block, k in " + std::to_string(s.parts) + " parts, " + std::to_string(held) + " of " +
@@ -88,7 +88,7 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
     if (r.kernels[1] != nullptr && r.batch > 8 &&
         r.directions * ((r.batch + 7) / 8) > at_once) {  // rather larger tiles than one after the other
       const RnnTeamShape wide =
-          rnn_team_shape(s.tier, r.hidden, s.blocks, s.groups, s.parts, r.element, r.tiles, r.planes, 2, r.norm);
+          rnn_team_shape(s.tier, r.hidden, s.blocks, s.groups, s.parts, r.element, r.gates, 2, r.norm);
       if (const int64_t n = room(wide, r.kernels[1]); n > 0) {
         plan.shape = wide;
         plan.rows = 16;
@@ -124,7 +124,7 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
       if (n < 1) continue;
       best = s;
       at_once = n;
-      if (s.per_warp <= rnn_held(r.element, r.tiles, 1)) break;
+      if (s.per_warp <= rnn_held(r.element, r.gates, 1)) break;
     }
     if (best.blocks > 0) return serve(best, at_once), plan;
     reasons += device.max_cluster < 2 ? "; the device has no clusters" : "; no cluster holds the weights";
