@@ -1,4 +1,54 @@
-// The recurrent scan, forward: all steps of a layer in one launch, the weights on chip (rnn_team_cuda.cuh).
+// The recurrent scan, forward: all steps of a layer of LSTM, GRU or RNN in one launch, the weights on chip.
+//
+// The idea. x = w_ih x_t of all steps is given; what is left of a step is w_hh h, the cell, and the way of the new h to
+// all that need it. Teams of thread blocks hold the weights (rnn_team_cuda.cuh) and exchange h (rnn_exchange_cuda.cuh);
+// teams of different directions and tiles of the batch never meet. The equations stand in kernels/rnn.py. A lane owns
+// the gates of its pairs (unit, row) and keeps their h and c in float32 registers for the whole sequence; h is rounded
+// only as operand of the next product, and as output. x of the next step is asked for as soon as h is on its way.
+//
+// A step: product, sums of the parts (one barrier), cells, publish h, store output, cells and gates, load x, wait for
+// h. The parts and the exchange are its only barriers; layer norm has two sums over the block and one exchange a norm.
+//
+// Tiers (rnn_plan_cuda.h chooses), with what a device of 132 multiprocessors, 227 KB a block and clusters of 16 gets:
+//   block    up to 128 units (float32 LSTM: 112). 16-bit weights are in registers: an LSTM of 128 units has 8 warps
+//   with
+//            4 chunks of 4 gates each.
+//   cluster  2 to 16 blocks: 16-bit LSTM up to 512 units, GRU 768, RNN 1280; float32 LSTM and GRU 256, RNN 768.
+//   grid     as many blocks as the units need, all resident: 16-bit LSTM up to 2048 units, GRU 2112, RNN more than
+//            2500; float32 LSTM 640, GRU 768, RNN 1696. On a device without clusters it follows on `block`.
+//
+// Registers, of at most 255 (256 threads, one block a multiprocessor), as ptxas reports them for sm_80, 90a, 100a, 120;
+// nothing spills:
+//   16 bits, tiles of 8 rows    LSTM 250 to 254, GRU 245 to 252, RNN 222 to 233
+//   16 bits, tiles of 16 rows   LSTM 248 to 254, GRU 224 to 255, RNN 187 to 235
+//   float32, tiles of 8 rows    LSTM 168 to 208, GRU 152 to 194, RNN 121 to 163
+//
+// Shared memory: two operands of 64 bytes a chunk and row (512 units of 16 bits, 8 rows: 8 KB each); with several parts
+// their sums, 512 bytes a warp and gate; in clusters and grids what is sent, 8 to 16 bytes a lane; then the weights
+// that are not in registers, 1 KB for 16 units, a gate and a chunk. 16-bit LSTM, 512 units, cluster of 16: 34 KB a
+// block.
+//
+// FLOP and bytes a step, of one direction: 2 G H^2 B FLOP; x 4 G H B bytes (2 in the dtype), output 2 H B or 4 H B,
+// and where they are kept cells 4 H B, gates 4 R H B. Between blocks, a tile of 8 rows: each block receives 16 H bytes
+// of 16 bits (32 H of float32), in the grid a third more.
+//
+// The floor, an estimate from 128 bytes of shared memory and 16 special functions a clock, about 30 clocks for an mma
+// that waits for the one before, and about 200 for a store to reach another block of the cluster. LSTM, bf16, 8 rows:
+//   128 units, block        product 8 x 30 = 240 clocks, 1024 pairs x 10 functions / 16 = 640     0.5 us at 1.75 GHz
+//   512 units, 16 blocks    product 240, parts 2 x 16 KB / 128 = 256, functions 160, exchange 200  0.5 us
+//   1024 units, 64 blocks   product 240, parts 256, functions 80, and a way through L2 that the estimate does not know
+// Nothing has been measured: no speed of this kernel is known.
+//
+// What was tried, judged by the compiler's report:
+// - Fragments held as they were loaded, rows g and g + 8 apart: four moves before every mma, which wants a fragment's
+//   registers in a row. They are put in order once, on their way in.
+// - The loads of 128 weight registers written out: 5000 of 11000 instructions. By way of shared memory, a loop.
+// - 16-bit LSTM tiles of 16 rows with 128 registers of weights: 500 to 650 bytes of spills; with 64: none.
+// - Addresses of each slot by themselves: up to 88 bytes of spills; as offsets from the lane's first pair: none. The
+//   last few went with counters that say what other counters say already, and with loops that are not unrolled.
+// - Without a minimum of one block, ptxas aims at 128 registers for float32, and spills 12 to 36 bytes.
+// - 1 / (1 + e^-x) by division: a call for the rare case, with each of twelve sigmoids. rcp.approx has none.
+// - A kernel each for bfloat16 and float16: twice the compilation, of code that differs in the mma and the rounding.
 #pragma once
 
 #include "rnn_cell_cuda.cuh"
