@@ -50,6 +50,8 @@ BUDGETS: list[Budget] = [
     Budget(r"norm_cuda::backward_(walk|columns)<\w+>", 96),
     Budget(r"norm_cuda::reduce_parts<\w+>", 48),
     # One block a multiprocessor, of 256 threads: all registers that there are for it.
+    Budget(r"rnn_forward_kernel<RnnShort, .*>", 255),
+    Budget(r"rnn_forward_kernel<float, .*>", 216),
     Budget(r"rnn_backward::scan_backward_kernel<.*>", 255),
     Budget(r"rnn_backward::row_statistics_kernel<.*>", 64),
 ]

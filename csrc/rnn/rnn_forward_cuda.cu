@@ -183,7 +183,6 @@ std::string rnn_scan_plan(const Tensor& w_hh, int64_t batch, int64_t cell, bool 
                           const std::string& tier) {
   const char* op = "rnn_scan_plan";
   check_weights(w_hh, cell, op);
-  SK_CHECK(!backward || rnn_plan_backward != nullptr, op, ": there is no backward scan in this build");
   if (backward) return rnn_plan_backward(w_hh, static_cast<int>(cell), norm, tier).why;
   return plan_forward(w_hh, batch, static_cast<int>(cell), norm, tier, op).why;
 }

@@ -142,6 +142,6 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
 }
 
 // Of the backward scan: rnn_backward_cuda.cu.
-__attribute__((weak)) RnnPlan rnn_plan_backward(const Tensor& w_hh, int cell, bool norm, const std::string& tier);
+RnnPlan rnn_plan_backward(const Tensor& w_hh, int cell, bool norm, const std::string& tier);
 
 }  // namespace seqkern
