@@ -80,12 +80,9 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
 
 def _scan(op: str, tensors: tuple[torch.Tensor, ...]) -> str:
     """How a recurrent layer in CUDA C++ walks over the steps: in one launch, where a tier holds its weights."""
-    cells = {"lstm": 0, "gru": 1, "rnn_tanh": 2, "rnn_relu": 3}
-    if op not in cells:
-        return "a step by itself is a Triton kernel"
     if tensors and tensors[0].dtype == torch.float64:
         return "float64 goes step by step"
-    cell = cells[op]
+    cell = ("lstm", "gru", "rnn_tanh", "rnn_relu").index(op)
     gates = (4, 3, 1, 1)[cell]
     # (gates * hidden, hidden): if w_ih has that shape too, the answer is the same
     sizes = [t.size(1) for t in tensors[1:] if t.dim() == 2 and t.size(0) == gates * t.size(1)]
