@@ -162,33 +162,13 @@ def explained(device: str = "cpu") -> None:
         assert "float64 goes step by step" in seqkern.explain("lstm", x.double(), h0.double()).reason
 
 
-QUICK = (
-    "LSTM",
-    "LSTM, both directions",
-    "GRU",
-    "GRU, resets",
-    "tanh",
-    "lengths",
-    "recompute",
-    "everything",
-    "no steps",
-)
-
-
 @pytest.mark.parametrize("tier", ["block", "cluster", "grid"])
 def test_executed(simt: Callable[..., str], tier: str) -> None:
-    simt(__file__, "quick", tier, **DEVICE[tier])
+    simt(__file__, "cases", tier, **DEVICE[tier])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["block", "cluster", "grid"])
-def test_executed_all(simt: Callable[..., str], tier: str) -> None:
-    simt(__file__, "all", tier, **DEVICE[tier])
-
-
-@pytest.mark.slow
 def test_executed_huge(simt: Callable[..., str]) -> None:
-    simt(__file__, "huge", sanitize=False, multiprocessors=24)
+    simt(__file__, "huge", multiprocessors=24)
 
 
 @pytest.mark.slow
@@ -264,16 +244,14 @@ def main(what: str, *arguments: str) -> None:
             run(HUGE, tier)
         return
     (tier,) = arguments
-    everything = what == "all"
-    run(CASES if everything else {name: CASES[name] for name in QUICK}, tier)
+    run(CASES, tier)
     if tier == "block":
         not_served()
         explained()
     else:
-        wide = WIDE if everything else {name: WIDE[name] for name in ("LSTM", "norm")}
-        for case in wide.values():
+        for case in WIDE.values():
             assert min(blocks_of(case, tier)) > 1
-        run(wide, tier)
+        run(WIDE, tier)
         bits_repeat(tier)
 
 
