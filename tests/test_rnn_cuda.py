@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rnn_cases import GRU, RNN_RELU, RNN_TANH, Case, build, check, sample
+from rnn_cases import GRU, LSTM, RNN_RELU, RNN_TANH, Case, build, check, sample
 
 import seqkern
 from seqkern import _library
@@ -91,7 +91,7 @@ WIDE = {
 }  # fmt: skip
 # More units than the registers of a team hold.
 HUGE = {
-    "LSTM": Case(hidden=400, batch=9, dtype=BF16, steps=2),
+    "LSTM": Case(hidden=400, batch=9, dtype=BF16, steps=2, directions=2),  # of the grid, a launch for each direction
     "norm": Case(norm=True, hidden=290, dtype=F16, steps=2, need_weights=False),
     "GRU": Case(cell=GRU, hidden=523, dtype=BF16, steps=2, keep=False),
 }
@@ -160,6 +160,43 @@ def explained(device: str = "cpu") -> None:
         huge = seqkern.explain("lstm", x, torch.empty(1, 3, 20000, device=device))
         assert "forward none: " in huge.reason, huge
         assert "float64 goes step by step" in seqkern.explain("lstm", x.double(), h0.double()).reason
+
+
+def wrong_arguments() -> None:
+    """The backward op looks at what it gets before a kernel does."""
+    d, t, b, h = 2, 3, 4, 8
+    right = {
+        "grad_output": torch.ones(t, b, d * h), "grad_h_n": None, "grad_c_n": None, "grad_cells": None,
+        "gates": torch.ones(d, t, b, 4 * h), "cells": torch.ones(d, t, b, h), "c0": torch.ones(d, b, h),
+        "output": torch.ones(t, b, d * h), "h0": torch.ones(d, b, h), "products": None,
+        "w_hh": torch.ones(d, 4 * h, h), "norm": None, "lengths": None, "resets": None, "recurrent_mask": None,
+        "seed": None, "zoneout_h": 0.0, "zoneout_c": 0.0, "eps": 1e-5, "cell": LSTM, "reverse": False,
+        "grad_x": torch.ones(t, b, d * 4 * h), "grad_products": None, "norm_sums": None, "tier": "auto",
+    }  # fmt: skip
+    call = torch.ops.seqkern_cuda.rnn_scan_bwd
+    assert all(result.shape == (d, b, h) for result in call(**right))
+    for change, words in (
+        ({"cell": 4}, "cell must be 0"),
+        ({"tier": "warp"}, "tier must be auto, block, cluster or grid, got warp"),
+        ({"w_hh": right["w_hh"].double()}, "w_hh must be float32, bfloat16 or float16"),
+        ({"w_hh": right["w_hh"][:, :24]}, "w_hh must have size 32 in dimension 1, got 24"),
+        ({"w_hh": right["w_hh"].mT.contiguous().mT}, "w_hh must be contiguous"),
+        ({"gates": right["gates"].half()}, "gates must have ScalarType"),
+        ({"gates": right["gates"][..., :24]}, "gates must have size 32 in dimension 3"),
+        ({"c0": None}, "c0 and cells are for LSTM, which needs them"),
+        ({"reverse": True}, "reverse is for one direction"),
+        ({"grad_output": right["grad_output"][:2]}, "grad_output must have size 3 in dimension 0, got 2"),
+        ({"grad_h_n": torch.ones(b, h)}, "grad_h_n must have 3 dimensions, got 2"),
+        ({"lengths": torch.ones(b)}, "lengths must have ScalarType"),
+        ({"resets": torch.ones(t, 1, dtype=torch.uint8)}, "resets must have size 4 in dimension 1"),
+        ({"norm": torch.ones(d, 80)}, "products and norm_sums are for layer norm, which needs them"),
+        ({"zoneout_h": 1.5}, "zoneout must be a probability"),
+        ({"grad_x": right["grad_x"][..., ::2].repeat(1, 1, 2)[..., 1:]}, "grad_x must have size 64"),
+        ({"grad_products": torch.ones(d, t, 2 * b, 4 * h)[:, :, ::2]}, "rows of grad_products must lie next to each"),
+        ({"w_hh": torch.ones(1).expand(2, 80000 * 4, 80000)}, "hidden sizes of 1 to 65536, got 80000"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            call(**right | change)
 
 
 @pytest.mark.parametrize("tier", ["block", "cluster", "grid"])
@@ -248,6 +285,7 @@ def main(what: str, *arguments: str) -> None:
     if tier == "block":
         not_served()
         explained()
+        wrong_arguments()
     else:
         for case in WIDE.values():
             assert min(blocks_of(case, tier)) > 1
