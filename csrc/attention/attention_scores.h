@@ -181,37 +181,6 @@ SK_INLINE bool mask_hides_tile(const AttentionShape& s, const Lanes<A>& lanes, i
   return hidden;
 }
 
-// tanh to about the last bit, and its derivative: softcap's scores go into an exponential, where the 2 or 3 ulp of
-// simd.h's would show. Small arguments by Cephes' approximations (Moshier 1989), large ones as 1 - 2 / (exp(2|x|) + 1),
-// whose errors hardly count in what is left of 1.
-template <class A>
-SK_INLINE Vec<A> exact_tanh(Vec<A> x, Vec<A>& derivative) {
-  const IVec<A> sign = bit_cast<IVec<A>>(x) & bit_cast<IVec<A>>(broadcast<A>(A(-0.0)));
-  const Vec<A> magnitude = vmin(broadcast<A>(20), bit_cast<Vec<A>>(bit_cast<IVec<A>>(x) ^ sign));
-  Vec<A> scale;
-  const Vec<A> p = expm1_reduced<A>(magnitude + magnitude, scale);
-  const Vec<A> rest = divide(broadcast<A>(2), scale * p + (scale + A(1)));
-  const Vec<A> square = magnitude * magnitude;
-  Vec<A> cubic;
-  if constexpr (sizeof(A) == 4) {
-    cubic = square * A(-5.70498872745e-3) + A(2.06390887954e-2);
-    cubic = cubic * square + A(-5.37397155531e-2);
-    cubic = cubic * square + A(1.33314422036e-1);
-    cubic = cubic * square + A(-3.33332819422e-1);
-  } else {
-    const Vec<A> above =
-        (square * A(-9.64399179425052238628e-1) + A(-9.92877231001918586564e1)) * square + A(-1.61468768441708447952e3);
-    const Vec<A> below = ((square + A(1.12811678491632931402e2)) * square + A(2.23548839060100448583e3)) * square +
-                         A(4.84406305325125486048e3);
-    cubic = above / below;
-  }
-  const Vec<A> t = magnitude > A(0.625) ? A(1) - rest : magnitude + magnitude * square * cubic;
-  derivative = magnitude > A(0.625) ? rest * (A(1) + t) : A(1) - t * t;
-  // Beyond the clamp the derivative is no number of this type.
-  derivative = magnitude >= A(20) ? Vec<A>{} : derivative;
-  return bit_cast<Vec<A>>(bit_cast<IVec<A>>(t) | sign);
-}
-
 // z = softcap tanh(s / softcap) - slope |position - key| + mask, in place. `k0` is key 0's index; `derivative`, a tile
 // like the scores, becomes dz/ds where it is not null and there is a softcap.
 template <class A>
@@ -226,7 +195,7 @@ void modify_scores(const AttentionShape& s, const Lanes<A>& lanes, int64_t k0, c
         Vec<A> x = score * inverse, slope;
         if (sizeof(A) == 8) x = score / cap;
         else x += inverse * (score - cap * x);  // the quotient to its last bit, where multiply-adds are fused
-        store(tile + at, cap * exact_tanh<A>(x, slope));
+        store(tile + at, cap * tanh<A>(x, slope));
         if (derivative) store(derivative + at, slope);
       }
     }
