@@ -105,8 +105,8 @@ void multiply(const RnnProblem& p, Product product) {
 
 // The sequence is worked through in chunks of steps, each small enough that what one pass over its gates leaves in
 // cache the next pass finds there, and large enough for the products to run at full rate. By the shape alone: the
-// number of threads changes no sum. Sums over the steps of a chunk are in the accumulation type, those over the chunks
-// and the batch in double: hence not too many steps.
+// number of threads changes no sum. Those for peepholes and norms over the steps of a chunk are in the accumulation type:
+// hence not too many steps.
 constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 512, kChunkSteps = 32, kSingleSteps = 256;
 
 int64_t chunk_steps(const RnnProblem& p) {
@@ -220,6 +220,16 @@ void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const Mayb
   for_items(kernels.few_rows_items(few), static_cast<double>(p.inputs) * p.gate_columns * (count + 4), p.input,
             kernels.few_rows_scratch(few), p.acc,
             [&](int64_t item, void* scratch) { kernels.few_rows(few, item, scratch); });
+}
+
+// sum[c] += the sum of column c.
+void add_columns(const RnnProblem& p, int64_t rows, int64_t columns, const void* source, int64_t stride, double* sum) {
+  const int64_t range = kBlockColumns;
+  for_items((columns + range - 1) / range, static_cast<double>(rows) * static_cast<double>(columns), p.input, 0, p.acc,
+            [&](int64_t item, void*) {
+              rnn_kernels().add_columns(p.dtype, rows, item * range, std::min(columns, (item + 1) * range), source,
+                                        stride, sum);
+            });
 }
 
 // Zeroes the rows of inactive steps in (steps, batch, columns).
@@ -437,8 +447,8 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
   Tensor grad_c = !lstm ? none : dc_n ? as_type_copy(*dc_n, p.acc) : zeros(p.input, {D, B, H}, p.acc);
   Gradients gradients(p, need_input, need_weights);
   const int64_t peephole_columns = p.has_peephole ? 3 * H : 0, norms = p.has_norm ? norm_columns(p.cell, H) : 0;
-  const int64_t sum_columns = R + peephole_columns + norms;
-  Tensor totals = zeros(p.input, {need_weights ? D : 0, sum_columns}, ScalarType::Double);
+  const int64_t sum_columns = peephole_columns + norms, total_columns = R + sum_columns;
+  Tensor totals = zeros(p.input, {need_weights ? D : 0, total_columns}, ScalarType::Double);
 
   if (!p.empty()) {
     const RnnKernels& kernels = rnn_kernels();
@@ -494,7 +504,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
                       part(h_wide, d),
                       part(grad_h_hat, d),
                       stride,
-                      need_weights ? at(sums, d * B * sum_columns) : nullptr,
+                      need_weights && sum_columns > 0 ? at(sums, d * B * sum_columns) : nullptr,
                       sum_columns});
     }
     Loops loops(p, kernels.backward);
@@ -550,9 +560,12 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
       for (int64_t d = 0; d < D; ++d) {
         const auto i = static_cast<size_t>(d);
         gradients.add(d, x[i], previous_h[i], args[i]);
-        if (need_weights)
-          kernels.take_sums(p.dtype, B, sum_columns, at(sums, d * B * sum_columns),
-                            static_cast<double*>(totals.mutable_data_ptr()) + d * sum_columns);
+        if (!need_weights) continue;
+        double* total = static_cast<double*>(totals.mutable_data_ptr()) + d * total_columns;
+        add_columns(p, static_cast<int64_t>(x[i].size()), R, args[i].grad_z, stride, total);
+        if (sum_columns == 0) continue;
+        add_columns(p, B, sum_columns, args[i].sums, sum_columns, total + R);
+        std::memset(args[i].sums, 0, static_cast<size_t>(B * sum_columns) * sums.element_size());
       }
     }
   }
@@ -567,7 +580,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
     char* to = at(out, 0);
     for (int64_t d = 0; d < D; ++d) {
       for (const auto& [first, count] : parts) {
-        std::memcpy(to, at(totals, d * sum_columns + first), static_cast<size_t>(count * element));
+        std::memcpy(to, at(totals, d * total_columns + first), static_cast<size_t>(count * element));
         to += count * element;
       }
     }

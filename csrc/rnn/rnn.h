@@ -101,7 +101,7 @@ struct RnnBackward {
   void* h_wide;      // by token, rows of hidden, acc: what is projected, and
   void* grad_h_hat;  // by token, rows of width, acc: the gradient of what it is projected to; or null
   int64_t grad_z_stride;
-  void* sums;  // (batch, sum_columns) acc, to be added to: sums over the steps of grad_z, then of the gradients of the
+  void* sums;           // (batch, sum_columns) acc, to be added to: sums over the steps of the gradients of the
   int64_t sum_columns;  // peepholes, if any, and of the norm, if any; or null
 };
 
@@ -203,8 +203,9 @@ struct RnnKernels {
   void (*cell_backward)(const RnnCellBackward&, int64_t row_begin, int64_t row_end);
   void (*gather)(const RnnGather&, int64_t row_begin, int64_t row_end);
   void (*scatter)(const RnnScatter&, int64_t row_begin, int64_t row_end);
-  // sum[c] += sum over r, in order, of rows[r, c], which are of the accumulation type and become 0.
-  void (*take_sums)(Dtype dtype, int64_t rows, int64_t columns, void* source, double* sum);
+  // sum[c] += sum over r of source[r * stride + c], of the accumulation type, for c in [begin, end).
+  void (*add_columns)(Dtype dtype, int64_t rows, int64_t begin, int64_t end, const void* source, int64_t stride,
+                      double* sum);
 };
 
 SK_DECLARE_KERNEL_TABLE(RnnKernels, rnn_kernels)

@@ -219,10 +219,7 @@ struct Backward {
     store_upto(sum + u, load_upto(sum + u, H - u) + v, H - u);
   }
   SK_INLINE void keep(const BackwardRow<A>& r, int64_t u, const Vec<A> (&d)[R]) const {
-    for (int g = 0; g < R; ++g) {
-      store_upto(r.grad_z + g * H + u, d[g], H - u);
-      if (r.sums) add_to(r.sums + g * H, u, d[g]);
-    }
+    for (int g = 0; g < R; ++g) store_upto(r.grad_z + g * H + u, d[g], H - u);
   }
 
   // dc, d_o: of c~ through the output, and of o.
@@ -236,10 +233,9 @@ struct Backward {
     store(r.dc + u, dc_prev);
     keep(r, u, d);
     if (Plain || !peepholes.p || !r.sums) return;
-    A* sums = r.sums + R * H;
-    add_to(sums, u, d[0] * c_prev);
-    add_to(sums + H, u, d[1] * c_prev);
-    add_to(sums + 2 * H, u, d[3] * c_new);
+    add_to(r.sums, u, d[0] * c_prev);
+    add_to(r.sums + H, u, d[1] * c_prev);
+    add_to(r.sums + 2 * H, u, d[3] * c_new);
   }
   SK_INLINE void other_cell(const BackwardRow<A>& r, int64_t u, Vec<A> dh) const {
     Vec<A> s[R], d[R];
@@ -288,7 +284,7 @@ struct Backward {
   }
 
   const A* norm_part(int64_t offset) const { return static_cast<const A*>(p.direction.norm) + offset; }
-  A* norm_sums(const BackwardRow<A>& r) const { return r.sums ? r.sums + R * H + (peepholes.p ? 3 * H : 0) : nullptr; }
+  A* norm_sums(const BackwardRow<A>& r) const { return r.sums ? r.sums + (peepholes.p ? 3 * H : 0) : nullptr; }
 
   // dh: the gradient of h~, overwritten by that of c~ through the output.
   void wide_lstm(const BackwardRow<A>& r, int64_t t, int64_t i, A* dh) const {

@@ -128,12 +128,17 @@ void scatter_rows(const RnnScatter& p, int64_t begin, int64_t end) {
   }
 }
 
+// Some rows in the accumulation type, then in double: one chain over all steps would err several times as much.
+constexpr int64_t kSumRows = 8;
 template <class A>
-void take_sums_of(int64_t rows, int64_t columns, A* source, double* sum) {
-  for (int64_t r = 0; r < rows; ++r) {
-    A* row = source + r * columns;
-    for (int64_t c = 0; c < columns; ++c) sum[c] += static_cast<double>(row[c]);
-    for (int64_t c = 0; c < columns; ++c) row[c] = 0;
+void add_columns_of(int64_t rows, int64_t begin, int64_t end, const A* source, int64_t stride, double* sum) {
+  for (int64_t first = 0; first < rows; first += kSumRows) {
+    const int64_t last = rows - first < kSumRows ? rows : first + kSumRows;
+    for (int64_t c = begin; c < end; c += W<A>) {
+      Vec<A> v = {};
+      for (int64_t r = first; r < last; ++r) v += load_upto(source + r * stride + c, end - c);
+      for (int i = 0; i < W<A> && i < end - c; ++i) sum[c + i] += static_cast<double>(v[i]);
+    }
   }
 }
 
@@ -221,8 +226,9 @@ void cell_backward(const RnnCellBackward& p, int64_t begin, int64_t end) {
 void gather(const RnnGather& p, int64_t begin, int64_t end) { SK_DISPATCH(p.dtype, gather_rows<T>(p, begin, end)); }
 void scatter(const RnnScatter& p, int64_t begin, int64_t end) { SK_DISPATCH(p.dtype, scatter_rows<T>(p, begin, end)); }
 
-void take_sums(Dtype dtype, int64_t rows, int64_t columns, void* source, double* sum) {
-  SK_BY_ACC(dtype, take_sums_of(rows, columns, static_cast<A*>(source), sum));
+void add_columns(Dtype dtype, int64_t rows, int64_t begin, int64_t end, const void* source, int64_t stride,
+                 double* sum) {
+  SK_BY_ACC(dtype, add_columns_of(rows, begin, end, static_cast<const A*>(source), stride, sum));
 }
 
 }  // namespace
@@ -246,7 +252,7 @@ const RnnKernels rnn_kernels = {packed_size,
                                 cell_backward,
                                 gather,
                                 scatter,
-                                take_sums};
+                                add_columns};
 
 }  // namespace SK_TIER
 }  // namespace seqkern
