@@ -471,7 +471,9 @@ def rnn_case(
                 tensors[name] *= 0.25
                 if name.startswith("b_ih"):
                     tensors[name] += 4 - 8 * (torch.arange(hidden) % 2)
-            if name.startswith("norm") and "weight" in name:  # one for U h makes gradients grow from step to step
+            if name.startswith("w_hh") and hidden == 1:  # larger ones make gradients grow from step to step
+                tensors[name] *= 0.5
+            if name.startswith("norm") and "weight" in name:  # one for U h does, too
                 tensors[name] += 0.25 if "_hh" in name else 1
         return tensors
 
