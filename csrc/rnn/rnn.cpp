@@ -1,176 +1,14 @@
-// Recurrent networks, host side: allocation, division of the work, registration under the CPU key.
+// Recurrent networks, host side: forward and backward through the chunks of a sequence, registration under the CPU key.
 #include "rnn.h"
 
 #include <algorithm>
 #include <cstring>
 #include <tuple>
 
-#include "parallel.h"
-#include "rnn_problem.h"
-#include "rnn_team.h"
+#include "rnn_work.h"
 
 namespace seqkern {
 namespace {
-
-// Multiply-adds below which a second thread costs more than it saves: in all, and in each turn of a worker that waits
-// for others once a turn.
-constexpr double kGrainWork = 1 << 18, kGrainTurn = 1 << 14;
-constexpr int64_t kGrainElements = 4096;
-// Rows that a worker takes at least before there are workers on the same rows; and recurrent weights, in elements, from
-// which on all work on the same rows, unless these are many: each then reads its own part of the weights at every step,
-// not all of them (two cores of Zen 3, B = 64, H = 1024: 0 to 8 % of the time; at H = 512 it costs as much).
-constexpr int64_t kShareRows = 6, kShareWeights = int64_t{1} << 21, kShareState = int64_t{1} << 17;
-
-// ---- work -----------------------------------------------------------------------------------------------------------
-// Calls body(item, scratch) for every item, on as many threads as the work is worth. Each thread has its own scratch.
-template <class Body>
-void for_items(int64_t items, double work, const Tensor& like, int64_t scratch_size, ScalarType scratch_type,
-               const Body& body) {
-  if (items <= 0) return;
-  const int64_t workers =
-      work / static_cast<double>(items) * worker_count(items) < kGrainWork ? 1 : worker_count(items);
-  Tensor scratch = empty(like, {workers, scratch_size}, scratch_type);
-  char* base = static_cast<char*>(scratch.mutable_data_ptr());
-  const int64_t bytes = scratch_size * static_cast<int64_t>(scratch.element_size());
-  if (workers == 1) {
-    for (int64_t item = 0; item < items; ++item) body(item, static_cast<void*>(base));
-    return;
-  }
-  parallel_workers(items, [&](WorkQueue& queue, int64_t worker) {
-    int64_t item;
-    while (queue.take(item)) body(item, static_cast<void*>(base + worker * bytes));
-  });
-}
-
-// Calls body(begin, end, scratch) for ranges of rows.
-template <class Body>
-void for_ranges(int64_t rows, int64_t columns, const Tensor& like, int64_t scratch_size, ScalarType scratch_type,
-                const Body& body) {
-  const int64_t range = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, columns));
-  for_items((rows + range - 1) / range, 32.0 * static_cast<double>(rows) * static_cast<double>(columns), like,
-            scratch_size, scratch_type,
-            [&](int64_t item, void* scratch) { body(item * range, std::min(rows, (item + 1) * range), scratch); });
-}
-
-// B(k, n) = source[k * k_stride + n * n_stride], or where `rows` lie; several sources one below the other.
-struct Source {
-  const void* data;
-  int64_t depth, k_stride, n_stride;
-  const void* const* rows = nullptr;
-};
-
-Packing packing_of(const RnnProblem& p, const Source& source, int64_t columns, int64_t groups, bool of_acc,
-                   void* packed, int64_t packed_depth, int64_t begin) {
-  return {of_acc ? p.acc_dtype : p.dtype,
-          source.data,
-          source.k_stride,
-          source.n_stride,
-          source.depth,
-          columns,
-          groups,
-          packed,
-          packed_depth,
-          begin,
-          source.rows};
-}
-
-Tensor pack(const RnnProblem& p, std::initializer_list<Source> sources, int64_t columns, int64_t groups = 1,
-            bool of_acc = false) {
-  const RnnKernels& kernels = rnn_kernels();
-  int64_t depth = 0, begin = 0;
-  for (const Source& source : sources) depth += source.depth;
-  Tensor packed = empty(p.input, {kernels.packed_size(of_acc ? p.acc_dtype : p.dtype, depth, columns, groups)}, p.acc);
-  for (const Source& source : sources) {
-    const Packing packing = packing_of(p, source, columns, groups, of_acc, packed.mutable_data_ptr(), depth, begin);
-    for_items(kernels.pack_items(packing), static_cast<double>(source.depth) * columns, p.input, 0, p.acc,
-              [&](int64_t item, void*) { kernels.pack(packing, item); });
-    begin += source.depth;
-  }
-  return packed;
-}
-
-// C = A B + bias, or C += A B.
-void multiply(const RnnProblem& p, Product product) {
-  const RnnKernels& kernels = rnn_kernels();
-  const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
-  const int64_t threads = torch::stable::get_num_threads();
-  const auto items = [&](int64_t rows) { return blocks(product.rows, rows) * blocks(product.columns, kBlockColumns); };
-  // Smaller blocks where there are few, so that the threads end together.
-  product.block_rows = kBlockRows;
-  while (product.block_rows > kBlockRows / 4 && items(product.block_rows) < 8 * threads) product.block_rows /= 2;
-  for_items(items(product.block_rows), static_cast<double>(product.rows) * product.columns * product.depth, p.input,
-            kernels.multiply_scratch(p.dtype), p.acc,
-            [&](int64_t item, void* scratch) { kernels.multiply(product, item, scratch); });
-}
-
-// The sequence is worked through in chunks of steps, each small enough that what one pass over its gates leaves in
-// cache the next pass finds there, and large enough for the products to run at full rate. By the shape alone: the
-// number of threads changes no sum. Those for peepholes and norms over the steps of a chunk are in the accumulation type:
-// hence not too many steps.
-constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 512, kChunkSteps = 32, kSingleSteps = 256;
-
-int64_t chunk_steps(const RnnProblem& p) {
-  const int64_t rows = std::max(kChunkRows, kChunkElements / std::max<int64_t>(1, p.saved_columns));
-  const int64_t most = std::max(kChunkSteps, kSingleSteps / std::max<int64_t>(1, p.batch));
-  return std::clamp<int64_t>(std::min(most, rows / std::max<int64_t>(1, p.batch)), 1, std::max<int64_t>(1, p.steps));
-}
-
-// How the threads divide a pass through the steps: every direction has `shares` of the rows, and on each work
-// `members`. By turns of one direction: their multiply-adds and their panels.
-class Loops {
- public:
-  Loops(const RnnProblem& p, const RnnPass& pass) : p_(p), panels_(pass.panels(p.layer)) {
-    const int64_t threads = torch::stable::get_num_threads();
-    const double turn = static_cast<double>(p.batch) * p.gate_columns * p.width;
-    const bool worth_it = turn * p.steps * p.directions >= kGrainWork;
-    const int64_t workers = !worth_it ? 1 : threads % p.directions == 0 ? threads / p.directions : threads;
-    const bool large = p.gate_columns * p.width >= kShareWeights && p.batch * p.width <= kShareState;
-    const bool together = large || packs_on_the_way(p.layer);  // each would pack all weights for its own rows
-    shares_ = std::clamp<int64_t>(p.wide() ? p.batch : together ? 1 : p.batch / kShareRows, 1, workers);
-    if (!p.wide()) {
-      const auto most = static_cast<int64_t>(turn / static_cast<double>(shares_) / kGrainTurn);
-      members_ = std::clamp<int64_t>(std::min(workers / shares_, most), 1, panels_);
-    }
-    parallel_ = worth_it;
-    const int64_t rows = (p.batch + shares_ - 1) / shares_;
-    state_size_ = (pass.state_size(p.layer, rows) + 15) / 16 * 16;
-    scratch_size_ = (pass.scratch_size(p.layer, rows) + 15) / 16 * 16;
-    state_ = empty(p.input, {checked_product({p.directions, shares_, state_size_}, p.op)}, p.acc);
-    scratch_ = empty(p.input, {checked_product({workers_of(items()), scratch_size_}, p.op)}, p.acc);
-  }
-
-  // Calls turn(direction, share, turn, panel_begin, panel_end, scratch) for every turn of every share.
-  template <class Turn>
-  void run(int64_t turns, const Turn& turn) {
-    std::vector<Team> teams;
-    for (int64_t i = 0; i < p_.directions * shares_; ++i) teams.emplace_back(members_);
-    const auto work = [&](int64_t item, int64_t worker) {
-      const int64_t team = item / members_, d = team / shares_, k = team % shares_;
-      const RnnShare share{k, shares_, (p_.batch - k + shares_ - 1) / shares_, at(*state_, team * state_size_)};
-      void* scratch = at(*scratch_, worker * scratch_size_);
-      teams[static_cast<size_t>(team)].run(turns, item % members_, [&](int64_t number, int64_t block) {
-        turn(d, share, number, block * panels_ / members_, (block + 1) * panels_ / members_, scratch);
-      });
-    };
-    if (workers_of(items()) == 1) {
-      for (int64_t item = 0; item < items(); ++item) work(item, 0);
-      return;
-    }
-    parallel_workers(items(), [&](WorkQueue& queue, int64_t worker) {
-      for (int64_t item; queue.take(item);) work(item, worker);
-    });
-  }
-
- private:
-  int64_t items() const { return p_.directions * shares_ * members_; }
-  int64_t workers_of(int64_t items) const { return parallel_ ? worker_count(items) : 1; }
-
-  const RnnProblem& p_;
-  const int64_t panels_;
-  int64_t shares_ = 1, members_ = 1, state_size_ = 0, scratch_size_ = 0;
-  bool parallel_ = false;
-  MaybeTensor state_, scratch_;
-};
 
 // Addresses of the rows of a chunk's tokens.
 using Rows = std::vector<const void*>;
@@ -220,16 +58,6 @@ void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const Mayb
   for_items(kernels.few_rows_items(few), static_cast<double>(p.inputs) * p.gate_columns * (count + 4), p.input,
             kernels.few_rows_scratch(few), p.acc,
             [&](int64_t item, void* scratch) { kernels.few_rows(few, item, scratch); });
-}
-
-// sum[c] += the sum of column c.
-void add_columns(const RnnProblem& p, int64_t rows, int64_t columns, const void* source, int64_t stride, double* sum) {
-  const int64_t range = kBlockColumns;
-  for_items((columns + range - 1) / range, static_cast<double>(rows) * static_cast<double>(columns), p.input, 0, p.acc,
-            [&](int64_t item, void*) {
-              rnn_kernels().add_columns(p.dtype, rows, item * range, std::min(columns, (item + 1) * range), source,
-                                        stride, sum);
-            });
 }
 
 // Zeroes the rows of inactive steps in (steps, batch, columns).
@@ -607,100 +435,11 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
           as_type(columns(need_weights && p.has_norm, {{R + peephole_columns, norms}}), p.acc)};
 }
 
-// ---- one step -------------------------------------------------------------------------------------------------------
-template <class Body>
-void for_cells(int64_t batch, int64_t hidden, const Body& body) {
-  torch::stable::parallel_for(0, batch, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, hidden)), body);
-}
-
-std::tuple<Tensor, Tensor, Tensor> rnn_cell_fwd(const Tensor& x_gates, const Tensor& h_gates, const Tensor& h,
-                                                const MaybeTensor& c, int64_t cell_number) {
-  const char* op = "rnn_cell_fwd";
-  const Cell cell = cell_of(cell_number, op);
-  const bool lstm = cell == Cell::lstm;
-  const Dtype dtype = dtype_of(h, op, "h");
-  const ScalarType type = h.scalar_type();
-  check_dim(h, 2, op, "h");
-  const int64_t batch = h.size(0), hidden = h.size(1), gates = checked_product({gate_count(cell), hidden}, op);
-  check_like(h, {batch, hidden}, type, op, "h");
-  check_like(x_gates, {batch, gates}, type, op, "x_gates");
-  check_like(h_gates, {batch, gates}, type, op, "h_gates");
-  SK_CHECK(c.has_value() == lstm, op, ": c is for LSTM, which needs it");
-  if (lstm) check_like(*c, {batch, hidden}, type, op, "c");
-  const int64_t saved = checked_product({saved_count(cell), hidden}, op);
-  checked_product({8, batch, saved}, op);
-  const Tensor x = as_contiguous(x_gates), z = as_contiguous(h_gates), h_prev = as_contiguous(h);
-  const Tensor c_prev = lstm ? as_contiguous(*c) : h_prev;
-  Tensor h_new = empty(x, {batch, hidden}, type), c_new = lstm ? empty(x, {batch, hidden}, type) : empty(x, {0}, type);
-  Tensor activated = empty(x, {batch, saved}, acc_type(dtype));
-  const RnnCellForward args{dtype,
-                            cell,
-                            hidden,
-                            x.const_data_ptr(),
-                            z.const_data_ptr(),
-                            h_prev.const_data_ptr(),
-                            c_prev.const_data_ptr(),
-                            h_new.mutable_data_ptr(),
-                            c_new.mutable_data_ptr(),
-                            activated.mutable_data_ptr()};
-  const RnnKernels& kernels = rnn_kernels();
-  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_forward(args, begin, end); });
-  return {h_new, c_new, activated};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> rnn_cell_bwd(const Tensor& grad_h, const MaybeTensor& grad_c,
-                                                        const Tensor& h, const MaybeTensor& c, const MaybeTensor& c_new,
-                                                        const Tensor& activated, int64_t cell_number) {
-  const char* op = "rnn_cell_bwd";
-  const Cell cell = cell_of(cell_number, op);
-  const bool lstm = cell == Cell::lstm, gru = cell == Cell::gru;
-  const Dtype dtype = dtype_of(h, op, "h");
-  const ScalarType type = h.scalar_type();
-  check_dim(h, 2, op, "h");
-  const int64_t batch = h.size(0), hidden = h.size(1), gates = checked_product({gate_count(cell), hidden}, op);
-  check_like(h, {batch, hidden}, type, op, "h");
-  check_like(grad_h, {batch, hidden}, type, op, "grad_h");
-  check_like(activated, {batch, checked_product({saved_count(cell), hidden}, op)}, acc_type(dtype), op, "activated");
-  SK_CHECK(c.has_value() == lstm && c_new.has_value() == lstm, op, ": c and c_new are for LSTM, which needs them");
-  SK_CHECK(lstm || !grad_c, op, ": grad_c is for LSTM");
-  const auto checked = [&](const MaybeTensor& t, const char* argument) -> MaybeTensor {
-    if (!t) return std::nullopt;
-    check_like(*t, {batch, hidden}, type, op, argument);
-    return as_contiguous(*t);
-  };
-  const MaybeTensor dc = checked(grad_c, "grad_c"), c_prev = checked(c, "c"), c_next = checked(c_new, "c_new");
-  const Tensor dh = as_contiguous(grad_h), h_prev = as_contiguous(h), saved = as_contiguous(activated);
-  const auto result = [&](bool needed, int64_t columns) {
-    return needed ? empty(h_prev, {batch, columns}, type) : empty(h_prev, {0}, type);
-  };
-  Tensor grad_x = result(true, gates), grad_h_gates = result(gru, gates), grad_h_prev = result(gru, hidden);
-  Tensor grad_c_prev = result(lstm, hidden);
-  const auto read = [](const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; };
-  const RnnCellBackward args{dtype,
-                             cell,
-                             hidden,
-                             dh.const_data_ptr(),
-                             read(dc),
-                             h_prev.const_data_ptr(),
-                             read(c_prev),
-                             read(c_next),
-                             saved.const_data_ptr(),
-                             grad_x.mutable_data_ptr(),
-                             grad_h_gates.mutable_data_ptr(),
-                             grad_h_prev.mutable_data_ptr(),
-                             grad_c_prev.mutable_data_ptr()};
-  const RnnKernels& kernels = rnn_kernels();
-  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_backward(args, begin, end); });
-  return {grad_x, grad_h_gates, grad_h_prev, grad_c_prev};
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
   m.impl("rnn_fwd", TORCH_BOX(&rnn_fwd));
   m.impl("rnn_bwd", TORCH_BOX(&rnn_bwd));
-  m.impl("rnn_cell_fwd", TORCH_BOX(&rnn_cell_fwd));
-  m.impl("rnn_cell_bwd", TORCH_BOX(&rnn_cell_bwd));
 }
 
 }  // namespace seqkern
