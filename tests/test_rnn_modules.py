@@ -75,7 +75,7 @@ def test_module_is_a_drop_in(kind, arguments, training, batched):
         x, state = x[:, 0], over_state(lambda t: t[:, 0], state)
     for given in ([], [state]):
         torch.testing.assert_close(
-            *(results(model.train(training), x, *given) for model in (ours, theirs)), rtol=1e-4, atol=1e-5
+            *(results(model.train(training), x, *given) for model in (ours, theirs)), rtol=1e-5, atol=1e-5
         )
 
 
