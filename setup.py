@@ -236,22 +236,22 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
     cuda = find_cuda()
     host_flags = [
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
-        f"-isystem {quote(include)}",
-        f"-isystem {quote(include / 'torch' / 'csrc' / 'api' / 'include')}",
+        f"-isystem {word(include)}",
+        f"-isystem {word(include / 'torch' / 'csrc' / 'api' / 'include')}",
     ]
     amx = knows_amx()
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = {' '.join(COMMON_FLAGS)} -DSK_AMX={int(amx)} {os.environ.get('CXXFLAGS', '')}".rstrip(),
         f"ldflags = {os.environ.get('LDFLAGS', '')}".rstrip(),
-        f"includes = -I{quote(CSRC)} -I{quote(CSRC / 'common')}",
+        f"includes = -I{word(CSRC)} -I{word(CSRC / 'common')}",
         "rule compile",
         "  command = $cxx $flags $includes $extra -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = C++ $out",
         "rule link",
-        f"  command = $cxx -shared $in -o $out -L{quote(torch_dir / 'lib')} -ltorch_cpu $cuda $ldflags",
+        f"  command = $cxx -shared $in -o $out -L{word(torch_dir / 'lib')} -ltorch_cpu $cuda $ldflags",
         "  description = link $out",
         *(cuda_rule(cuda) if cuda else ()),
     ]
@@ -287,9 +287,9 @@ def cuda_rule(cuda: Cuda) -> list[str]:
     compiler = [word for word in os.environ.get("CXX", "").split() if not word.startswith("-")]
     host = f" -ccbin {compiler[-1]}" if compiler else ""
     return [
-        f"nvcc = {quote(cuda.nvcc)}{host}",
+        f"nvcc = {word(cuda.nvcc)}{host}",
         f"cuda_flags = {' '.join(cuda.flags())} {os.environ.get('NVCCFLAGS', '')}".rstrip(),
-        f"cuda = {quote(cuda.library)} -Wl,--exclude-libs,ALL -ldl -lpthread -lrt",
+        f"cuda = {word(cuda.library)} -Wl,--exclude-libs,ALL -ldl -lpthread -lrt",
         "rule cuda",
         "  command = $nvcc $cuda_flags $includes $extra -MMD -MF $out.d -c $in -o $out > $out.ptxas 2>&1 "
         "|| { cat $out.ptxas; exit 1; }; grep -i warning $out.ptxas || true",
@@ -305,10 +305,10 @@ def node_ninja_file(output: Path, torch_dir: Path) -> str:
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = -std=gnu++20 -O2 -fPIC -fvisibility=hidden {os.environ.get('CXXFLAGS', '')}".rstrip(),
-        f"includes = -I{quote(CSRC)} -I{quote(CSRC / 'common')} {' '.join(f'-isystem {quote(h)}' for h in headers)}",
+        f"includes = -I{word(CSRC)} -I{word(CSRC / 'common')} {' '.join(f'-isystem {word(h)}' for h in headers)}",
         "rule library",
         "  command = $cxx -shared $flags $includes -MMD -MF $out.d $in -o $out "
-        f"-L{quote(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
+        f"-L{word(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = C++ $out",
@@ -319,8 +319,13 @@ def node_ninja_file(output: Path, torch_dir: Path) -> str:
 
 
 def quote(path: Path) -> str:
-    """A path as ninja and the shell read it."""
+    """A path as ninja reads it where it names a file."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def word(path: Path) -> str:
+    """A path as the shell reads it in a command that ninja writes."""
+    return shlex.quote(str(path)).replace("$", "$$")
 
 
 if __name__ == "__main__":

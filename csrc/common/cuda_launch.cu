@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 
 #include <mutex>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "cuda_launch.h"
@@ -24,14 +26,30 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
+// A kernel's limits are state that all threads share: they are set once, to what the device has, and never lowered to
+// what one launch needs.
+void raise_limits(const char* op, const void* kernel, const LaunchShape& shape) {
+  static std::mutex mutex;
+  static std::set<std::tuple<const void*, int, bool>> raised;
+  const bool wide = shape.shared_bytes > 48 << 10, many = shape.cluster > 8;
+  if (!wide && !many) return;
+  int device = 0;
+  check(cudaGetDevice(&device), op);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (wide && raised.count({kernel, device, false}) == 0) {
+    const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), op);
+    raised.emplace(kernel, device, false);
+  }
+  if (many && raised.count({kernel, device, true}) == 0) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), op);
+    raised.emplace(kernel, device, true);
+  }
+}
+
 cudaLaunchConfig_t config_of(const char* op, const void* kernel, const LaunchShape& shape, void* stream,
                              cudaLaunchAttribute (&attributes)[2]) {
-  if (shape.shared_bytes > 48 << 10) {
-    check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes)),
-        op);
-  }
-  if (shape.cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), op);
+  raise_limits(op, kernel, shape);
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
@@ -114,9 +132,15 @@ int resident_blocks(const char* op, const void* kernel, const LaunchShape& shape
 
 int resident_clusters(const char* op, const void* kernel, const LaunchShape& shape) {
   cudaLaunchAttribute attributes[2];
-  const cudaLaunchConfig_t config = config_of(op, kernel, shape, nullptr, attributes);
+  cudaLaunchConfig_t config = config_of(op, kernel, shape, nullptr, attributes);
+  config.gridDim = dim3(static_cast<unsigned>(shape.cluster));  // whole clusters
   int clusters = 0;
-  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), op);
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (error == cudaErrorInvalidClusterSize) {  // the device has none of that size
+    cudaGetLastError();
+    return 0;
+  }
+  check(error, op);
   return clusters;
 }
 

@@ -245,7 +245,10 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   check(lengths, {B}, ScalarType::Long, "lengths");
   check(resets, {T, B}, ScalarType::Byte, "resets");
   check(recurrent_mask, {D, B, H}, acc, "recurrent_mask");
-  check(seed, {1}, ScalarType::Long, "seed");
+  if (seed) {
+    SK_CHECK(seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, op, ": seed must be one int64");
+    SK_CHECK(seed->device() == w_hh.device(), op, ": seed must be on the device of w_hh");
+  }
   check(grad_x, {T, B, D * G * H}, type, "grad_x");
   check(grad_products, {D, T, B, G * H}, type, "grad_products", true);
   if (grad_products) {

@@ -32,10 +32,13 @@ SK_DEVICE float sigmoid(float x) { return reciprocal(1.0f + expf(-x)); }
 
 SK_DEVICE bool rnn_backwards(const RnnScan& s, int d) { return s.reverse || d == 1; }
 SK_DEVICE int rnn_time(const RnnScan& s, int step, bool backwards) { return backwards ? s.steps - 1 - step : step; }
-// Times that sequence `row` has; none for rows beyond the batch.
+// Times that sequence `row` has; none for rows beyond the batch. Lengths on a device are not read back to be checked:
+// one out of range is as good as the nearest that is not.
 SK_DEVICE int rnn_length(const RnnScan& s, int row) {
   if (row >= s.batch) return 0;
-  return s.lengths == nullptr ? s.steps : static_cast<int>(s.lengths[row]);
+  if (s.lengths == nullptr) return s.steps;
+  const int64_t length = s.lengths[row];
+  return length < 0 ? 0 : length > s.steps ? s.steps : static_cast<int>(length);
 }
 // Whether the state is 0 before the step at time t: a flag is a border between its time and the one before.
 SK_DEVICE bool rnn_resets(const RnnScan& s, int t, bool backwards, int row, int length) {

@@ -15,6 +15,7 @@ namespace {
 
 using Kernel = void (*)(RnnForwardArgs);
 using Optional = std::optional<Tensor>;
+constexpr int64_t kMostUnits = 1 << 16;
 
 // NT: 8 NT rows of the batch in a tile.
 template <class T, int NT>
@@ -38,7 +39,8 @@ Dtype check_weights(const Tensor& w_hh, int64_t cell, const char* op) {
   const Dtype dtype = dtype_of(w_hh, op, "w_hh");
   SK_CHECK(dtype != Dtype::f64, op, ": w_hh must be float32, bfloat16 or float16, got float64");
   const int64_t hidden = w_hh.size(2);
-  SK_CHECK(hidden >= 1 && hidden <= 1 << 20, op, ": w_hh must have between 1 and 2^20 columns, got ", hidden);
+  SK_CHECK(hidden >= 1 && hidden <= kMostUnits, op, ": w_hh must have between 1 and ", kMostUnits, " columns, got ",
+           hidden);
   SK_CHECK(w_hh.size(0) == 1 || w_hh.size(0) == 2, op, ": w_hh must have 1 or 2 directions, got ", w_hh.size(0));
   check_size(w_hh, 1, rnn_gates(static_cast<int>(cell)) * hidden, op, "w_hh");
   return dtype;
@@ -120,9 +122,10 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
   for (double p : {zoneout_h, zoneout_c}) SK_CHECK(p >= 0 && p <= 1, op, ": zoneout must be a probability, got ", p);
   if (seed) {
     SK_CHECK(seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, op, ": seed must be one int64");
-    SK_CHECK(seed->is_cpu() == w_hh.is_cpu(), op, ": seed must be on the device of w_hh");
+    SK_CHECK(seed->device() == w_hh.device(), op, ": seed must be on the device of w_hh");
   }
 
+  const OnDevice guard(w_hh);
   const RnnPlan plan = plan_forward(w_hh, b, cell, norm.has_value(), tier, op);
   SK_CHECK(plan.served, op, ": no tier of the scan serves a hidden size of ", h, ": ", plan.why);
   Tensor h_n = empty(w_hh, {d, b, h}, wide), c_n = empty(w_hh, {lstm ? d : 0, b, h}, wide);
@@ -155,6 +158,8 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
   args.h0_wide = h0.scalar_type() == wide;
   args.c0_wide = c0 && c0->scalar_type() == wide;
   args.w_hh = w_hh.const_data_ptr();
+  args.aligned =
+      reinterpret_cast<uintptr_t>(args.w_hh) % 16 == 0 && h * static_cast<int64_t>(w_hh.element_size()) % 16 == 0;
   args.bias = data_or_null<float>(bias);
   args.h0 = h0.const_data_ptr();
   args.c0 = data_or_null<void>(c0);
@@ -166,7 +171,6 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
   args.c_n = lstm ? static_cast<float*>(c_n.mutable_data_ptr()) : nullptr;
 
   if (plan.teams == 0) return {h_n, c_n};
-  const OnDevice guard(w_hh);
   Tensor mailbox = empty(w_hh, {plan.teams * plan.shape.mailbox_bytes}, ScalarType::Byte);
   if (plan.shape.tier == RnnTier::grid) {
     // Numbers of operands must not come round to those that memory still has.
@@ -182,7 +186,9 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
 std::string rnn_scan_plan(const Tensor& w_hh, int64_t batch, int64_t cell, bool norm, bool backward,
                           const std::string& tier) {
   const char* op = "rnn_scan_plan";
+  if (w_hh.dim() == 3 && (w_hh.size(2) < 1 || w_hh.size(2) > kMostUnits)) return "none: it takes 1 to 65536 units";
   check_weights(w_hh, cell, op);
+  const OnDevice guard(w_hh);
   if (backward) return rnn_plan_backward(w_hh, static_cast<int>(cell), norm, tier).why;
   return plan_forward(w_hh, batch, static_cast<int>(cell), norm, tier, op).why;
 }

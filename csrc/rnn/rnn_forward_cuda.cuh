@@ -64,6 +64,7 @@ struct RnnForwardArgs {
   bool half;                        // of 16 bits: float16
   bool x_wide, h0_wide, c0_wide;    // float
   const void* w_hh;                 // (directions, G hidden, hidden)
+  bool aligned;                     // its rows, to 16 bytes
   const float* bias;                // (directions, R hidden), or null
   const void *h0, *c0;              // (directions, batch, hidden)
   void* output;                     // (steps, batch, directions hidden)
@@ -77,13 +78,14 @@ template <class T>
 struct RnnForwardWeights {
   const T* w;  // (G hidden, hidden)
   int hidden;
+  bool aligned;  // its rows, to 16 bytes
 
   SK_DEVICE uint4 operator()(int gate, int unit, int k) const {
     constexpr int COUNT = 16 / sizeof(T);
     uint4 v = {0, 0, 0, 0};
     if (unit >= hidden || k >= hidden) return v;
     const T* row = w + (static_cast<int64_t>(gate) * hidden + unit) * hidden + k;
-    if (hidden % COUNT == 0) return __ldg(reinterpret_cast<const uint4*>(row));
+    if (aligned) return __ldg(reinterpret_cast<const uint4*>(row));
     uint64_t low = 0, high = 0;  // one element after the other: this is done once, and stands in many places
 #pragma unroll 1
     for (int i = min(COUNT, hidden - k) - 1; i >= 0; --i) {
@@ -152,7 +154,8 @@ struct RnnForwardScan {
       if (tile / tiles != d) {
         d = tile / tiles;
         const int64_t weights = static_cast<int64_t>(G) * scan.hidden * scan.hidden;
-        team.load_weights(RnnForwardWeights<T>{static_cast<const T*>(args.w_hh) + d * weights, scan.hidden});
+        team.load_weights(
+            RnnForwardWeights<T>{static_cast<const T*>(args.w_hh) + d * weights, scan.hidden, args.aligned});
       }
       backwards = rnn_backwards(scan, d);
       first_row = tile % tiles * Team::ROWS;

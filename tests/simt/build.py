@@ -14,6 +14,7 @@ import argparse
 import fcntl
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -55,12 +56,12 @@ def build(name: str, sources: Sequence[Path], sanitize: bool = False, race: bool
     torch_dir = torch_root()
     flags = f"-O1 {SANITIZERS}" if sanitize else "-O1 -fsanitize=thread" if race else "-O2"
     define = "-DSIMT_ASAN" if sanitize else "-DSIMT_RACE" if race else ""
-    torch_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {quote(torch_dir / 'include')}"
-    torch_flags += f" -isystem {quote(torch_dir / 'include/torch/csrc/api/include')}"
-    libraries = f"-shared -L{quote(torch_dir / 'lib')} -ltorch_cpu"
+    torch_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {word(torch_dir / 'include')}"
+    torch_flags += f" -isystem {word(torch_dir / 'include/torch/csrc/api/include')}"
+    libraries = f"-shared -L{word(torch_dir / 'lib')} -ltorch_cpu"
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
-        f"includes = -I{quote(HERE)} -I{quote(CSRC)} -I{quote(CSRC / 'common')}",
+        f"includes = -I{word(HERE)} -I{word(CSRC)} -I{word(CSRC / 'common')}",
         "rule compile",
         f"  command = $cxx -x c++ {COMMON} $includes $extra -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
@@ -117,8 +118,13 @@ def compiler_library(name: str) -> str:
 
 
 def quote(path: Path) -> str:
-    """A path as ninja and the shell read it."""
+    """A path as ninja reads it where it names a file."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def word(path: Path) -> str:
+    """A path as the shell reads it in a command that ninja writes."""
+    return shlex.quote(str(path)).replace("$", "$$")
 
 
 def main() -> int:

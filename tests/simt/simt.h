@@ -230,6 +230,7 @@ inline void __threadfence() {
 inline void __threadfence_block() { __threadfence(); }
 template <class T>
 inline T __ldg(const T* p) {
+  simt::check_aligned("__ldg", p, alignof(T));
   return *p;
 }
 
