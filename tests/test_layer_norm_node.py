@@ -180,21 +180,26 @@ def test_parameters_that_are_not_there_or_need_nothing(missing):
 
 
 @pytest.mark.parametrize("wanted", ["input", "residual", "both", "weight"])
-@pytest.mark.parametrize("used", ["output", "sum", "both"])
-def test_sums(wanted, used):
+@pytest.mark.parametrize("used", ["output", "sum", "both", "expanded"])
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_sums(wanted, used, differentiable):
+    """Also where the sum's gradient is one number for all, and where the gradients shall have gradients."""
     w = torch.randn(33, dtype=torch.float64, requires_grad=wanted == "weight")
     x, r = (torch.randn(5, 33, dtype=torch.float64, requires_grad=wanted in (n, "both")) for n in ("input", "residual"))
     leaves = [t for t in (x, r, w) if t.requires_grad]
 
     def loss(output, total):
+        if used == "expanded":
+            return output.sin().sum() + 3 * total.sum()
         return {"output": output.sin(), "sum": total.cos(), "both": output.sin() * total.cos()}[used].sum()
 
     found = seqkern.add_layer_norm(x, r, (33,), w)
     assert found[1].requires_grad == (wanted != "weight")
     if wanted == "weight" and used == "sum":
         return
-    ours = torch.autograd.grad(loss(*found), leaves)
-    theirs = torch.autograd.grad(loss(torch.nn.functional.layer_norm(x + r, (33,), w), x + r), leaves)
+    options = {"create_graph": differentiable}
+    ours = torch.autograd.grad(loss(*found), leaves, **options)
+    theirs = torch.autograd.grad(loss(torch.nn.functional.layer_norm(x + r, (33,), w), x + r), leaves, **options)
     torch.testing.assert_close(ours, theirs)
 
 
