@@ -89,6 +89,7 @@ WIDE = {
     "GRU, norm": Case(cell=GRU, norm=True, hidden=35, batch=9, directions=2, lengths=(3, 0, 1, 2, 2, 3, 1, 3, 2)),
     "tanh, norm": Case(cell=RNN_TANH, norm=True, hidden=45, dtype=F16, keep=False),
 }  # fmt: skip
+RACES = ("LSTM, both directions", "GRU in float32", "tanh", "lengths", "resets", "everything", "everything, GRU")
 # More units than the registers of a team hold.
 HUGE = {
     "LSTM": Case(hidden=400, batch=9, dtype=BF16, steps=2, directions=2),  # of the grid, a launch for each direction
@@ -204,6 +205,11 @@ def test_executed(simt: Callable[..., str], tier: str) -> None:
     simt(__file__, "cases", tier, **DEVICE[tier])
 
 
+@pytest.mark.parametrize("tier", ["block", "cluster", "grid"])
+def test_executed_without_races(simt: Callable[..., str], tier: str) -> None:
+    simt(__file__, "races", tier, race=True, **DEVICE[tier])
+
+
 def test_executed_huge(simt: Callable[..., str]) -> None:
     simt(__file__, "huge", multiprocessors=24)
 
@@ -275,6 +281,10 @@ def main(what: str, *arguments: str) -> None:
             case = replace(case, hidden=random.Random(seed).choice([case.hidden, 24, 35, 50]))
             tier = random.Random(seed).choice(["auto", "grid"])
             run({f"seed {seed}": case}, tier)
+        return
+    if what == "races":
+        (tier,) = arguments
+        run({name: CASES[name] for name in RACES} | ({} if tier == "block" else WIDE), tier)
         return
     if what == "huge":
         for tier in ("cluster", "grid"):

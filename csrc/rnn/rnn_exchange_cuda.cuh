@@ -225,6 +225,7 @@ struct RnnExchange {
       __syncwarp();
       send_to_mailbox();
     }
+    __syncwarp();  // the slab is read: a lane may stage in it again
     ++turn;
   }
 
