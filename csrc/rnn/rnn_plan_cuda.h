@@ -7,6 +7,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "cuda_launch.h"
@@ -59,6 +62,28 @@ inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
   return launch;
 }
 
+// Teams that the device holds at once. It is asked once: that takes longer than some of the scans.
+inline int64_t rnn_room(const char* op, const CudaDevice& device, const RnnTeamShape& s, const void* kernel) {
+  static std::mutex mutex;
+  static std::map<std::array<int64_t, 8>, int64_t> known;
+  const LaunchShape launch = rnn_launch_shape(s, 1);
+  const std::array<int64_t, 8> key = {device.index,
+                                      device.multiprocessors,
+                                      device.shared_per_block,
+                                      device.max_cluster,
+                                      static_cast<int64_t>(reinterpret_cast<intptr_t>(kernel)),
+                                      static_cast<int64_t>(s.tier) << 32 | s.blocks,
+                                      launch.block.x,
+                                      s.shared_bytes};
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto at = known.find(key); at != known.end()) return at->second;
+  const int64_t count = s.tier == RnnTier::cluster
+                            ? resident_clusters(op, kernel, launch)
+                            : int64_t{device.multiprocessors} * resident_blocks(op, kernel, launch) / s.blocks;
+  known.emplace(key, count);
+  return count;
+}
+
 inline std::string rnn_describe(const RnnTeamShape& s, const RnnPlanRequest& r, int rows) {
   const int held = std::min(s.per_warp, rnn_held(r.element, r.gates, rows / 8));
   return std::string(rnn_tier_name(s.tier)) + ": teams of " + std::to_string(s.blocks) + " blocks of " +
@@ -68,18 +93,15 @@ inline std::string rnn_describe(const RnnTeamShape& s, const RnnPlanRequest& r, 
          " bytes of shared memory, " + std::to_string(rows) + " rows of the batch a team";
 }
 
+// With the device current.
 inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
   SK_CHECK(r.tier == "auto" || r.tier == "block" || r.tier == "cluster" || r.tier == "grid", r.op,
            ": tier must be \"auto\", \"block\", \"cluster\" or \"grid\", got \"", r.tier, "\"");
   RnnPlan plan;
   const auto asked = [&](const char* tier) { return r.tier == "auto" || r.tier == tier; };
   const auto fits = [&](const RnnTeamShape& s) { return s.shared_bytes <= device.shared_per_block; };
-  // Teams that the device holds at once.
-  const auto room = [&](const RnnTeamShape& s, const void* kernel) -> int64_t {
-    if (!fits(s)) return 0;
-    const LaunchShape launch = rnn_launch_shape(s, 1);
-    if (s.tier == RnnTier::cluster) return resident_clusters(r.op, kernel, launch);
-    return int64_t{device.multiprocessors} * resident_blocks(r.op, kernel, launch) / s.blocks;
+  const auto room = [&](const RnnTeamShape& s, const void* kernel) {
+    return fits(s) ? rnn_room(r.op, device, s, kernel) : 0;
   };
   const auto serve = [&](const RnnTeamShape& s, int64_t at_once) {
     plan.served = true;

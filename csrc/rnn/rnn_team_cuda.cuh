@@ -69,12 +69,12 @@ struct RnnTeam : RnnExchange<T, NT> {
     const int count = own_chunks();
     __syncthreads();
     if constexpr (HELD > 0) {
-      // By way of the memory that later is the operands': the loop that loads stands there once for a chunk.
+      // By way of the memory that later is the operands': the loop that loads stands there once for a chunk. A
+      // lane reads what it wrote.
       uint4* way = reinterpret_cast<uint4*>(shared + shape.operand + 1024 * G * warp);
 #pragma unroll
       for (int i = 0; i < HELD; ++i) {
         if (i < count) load_chunk(weights, i, way);
-        __syncwarp();
 #pragma unroll
         for (int gate = 0; gate < G; ++gate) {
           held[i][gate][0] = held[i][gate][1] = uint4{0, 0, 0, 0};
@@ -83,7 +83,6 @@ struct RnnTeam : RnnExchange<T, NT> {
             held[i][gate][1] = way[64 * gate + 32 + lane];
           }
         }
-        __syncwarp();
       }
       __syncthreads();
     }
