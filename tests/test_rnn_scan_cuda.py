@@ -333,7 +333,7 @@ def same_bits() -> None:
 
 
 def strided() -> None:
-    """x as any strides give it: here, rows of the batch first."""
+    """x as any strides give it: here, rows of the batch first. And no batch at all."""
     set_device()
     case = Case(GRU, 4, 5, 12, wide=False, dtype=BF16)
     tensors = build(case, 0)
@@ -343,11 +343,24 @@ def strided() -> None:
     output = torch.empty_like(expected)
     bias = tensors["b_hh"].float()
     bias = torch.cat([bias[:, :24], torch.zeros(1, 12), bias[:, 24:]], 1)
+    nothing = replace(case, batch=0)
+    assert ours(nothing, build(nothing, 0))["output"].shape == (4, 0, 12)
     torch.ops.seqkern_cuda.rnn_scan_fwd(
         apart[:, :, 3:39].transpose(0, 1)[None], tensors["w_hh"], bias, None, None, None, None, None, tensors["h0"],
         None, 0.0, 0.0, 0.0, GRU, False, output, None, None, None, "auto",
     )  # fmt: skip
     assert torch.equal(output, expected)
+
+
+def infinite() -> None:
+    """What is padded stays out of every sum: one infinite weight reaches its own unit alone."""
+    set_device(multiprocessors=16)
+    for tier, dtype in itertools.product(TIERS, (F32, BF16)):
+        case = Case(steps=1, batch=5, hidden=33, dtype=dtype, bias=False, tier=tier)
+        tensors = build(case, 0)
+        tensors["w_hh"][0, 4, 7] = float("inf")  # of unit 4
+        finite = ours(case, tensors)["gates"].view(-1, 4, 33).isfinite()
+        assert finite[..., [u for u in range(33) if u != 4]].all(), case
 
 
 def main(parts: list[str]) -> None:
@@ -379,6 +392,7 @@ PARTS = {
     "wrong_arguments": wrong_arguments,
     "same_bits": same_bits,
     "strided": strided,
+    "infinite": infinite,
 }
 
 
@@ -388,7 +402,7 @@ PARTS = {
     [
         ("sizes", "cluster", "grid"),
         ("options", "norms", "in_turn", "large_batches", "saturated"),
-        ("small_devices", "wrong_arguments", "same_bits", "strided"),
+        ("small_devices", "wrong_arguments", "same_bits", "strided", "infinite"),
     ],
     ids="-".join,
 )
