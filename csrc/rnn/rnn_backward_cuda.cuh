@@ -227,7 +227,7 @@ struct Step {
 // ---- the kernels --------------------------------------------------------------------------------------------------
 
 template <class T, int CELL>
-__global__ void __launch_bounds__(kThreads) row_statistics_kernel(const Problem p) {
+__global__ void __launch_bounds__(kThreads, 4) row_statistics_kernel(const Problem p) {
   const RnnScan& s = p.scan;
   row_statistics<CELL>(s, p.norm, p.gates, [&](int row, int t, int d, int unit) {
     const bool backwards = rnn_backwards(s, d);
