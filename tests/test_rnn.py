@@ -379,7 +379,7 @@ def test_layouts(cell, make, isa):
     assert equal(ours, everything(cell, dense, grads=[g.contiguous() for g in grads]))
     one, dense_one = ([t[0] for t in ts[: n + 1]] + ts[n + 1 :] for ts in (tensors, dense))
     ours, dense_ones = everything(cell, one, run_cell), everything(cell, dense_one, run_cell)
-    torch.testing.assert_close(ours, dense_ones, atol=4e-6, rtol=1e-6)  # torch's products have other bits there
+    torch.testing.assert_close(ours, dense_ones, atol=2.5e-5, rtol=1e-6)  # torch's products have other bits there
 
 
 @given(
