@@ -33,7 +33,8 @@
 // A step of a block: 16 G H U FLOP, 32 H bytes sent and as many received, the weights in shared memory read once, 128
 // bytes a clock. Of an LSTM of 512 units in bf16, C = 16, U = 32: 32 KB of weights in shared memory (256 clocks), 256
 // mma, 16 KB each way; of 1024 units, C = 32: 160 KB (1280 clocks), 512 mma; 128 units in a block: 128 KB (1024
-// clocks). What a step reads of memory is asked for a step ahead, what it writes goes behind the product. A team does
+// clocks). At 1.75 GHz these reads alone are a floor of 0.15, 0.73 and 0.59 us a step, an estimate without the
+// exchange. What a step reads of memory is asked for a step ahead, what it writes goes behind the product. A team does
 // not exchange at times that no row of its tile has. No GPU speed has been measured yet.
 //
 // What was tried, judged by the compiler's report and by the host executor:
