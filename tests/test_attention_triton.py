@@ -432,11 +432,17 @@ def most_negative_numbers(device: str = "cpu") -> None:
     assert all(t.isfinite().all() for t in grads)
 
 
-RANDOM = range(1000, 1012)  # seeds of `sample`, beside the cases by name
+RANDOM = range(1000, 1006)  # seeds of `sample`, beside the cases by name
+MORE = range(1006, 1030)
 
 
 def test_interpreted(interpreted: Callable[..., None]) -> None:
     interpreted(__file__)
+
+
+@pytest.mark.slow
+def test_interpreted_random(interpreted: Callable[..., None]) -> None:
+    interpreted(__file__, MORE.start, MORE.stop)
 
 
 @pytest.mark.gpu
@@ -446,7 +452,7 @@ def test_compiled(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", RANDOM)
+@pytest.mark.parametrize("seed", [*RANDOM, *MORE])
 def test_compiled_random(seed: int) -> None:
     check(sample(seed, "cuda"), seed)
 
