@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
+# processes that share the tests, of one thread each
+WORKERS ?= 2
 
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
@@ -16,7 +18,7 @@ demo: build
 	$(PY) -m examples.demo
 
 test: build
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: build
 	$(PY) -m pytest -m slow

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from seqkern import _library
 from seqkern.testing import ErrorReport, poison
 
 ROOT = Path(__file__).parent.parent
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the processors: one thread each, and in the processes that they start. (Threads that spin while they
+    # wait take twice the time from each other.) What is about threads sets their number itself.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+PROCESSES = {"simt", "interpreted", "wheel", "compiled_ahead"}  # fixtures of tests that start long ones
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -36,6 +44,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         quick = {tiers[0], *tiers[-2 if tiers[-1] == "amx" else -1 :]}
         marked = [pytest.param(i, marks=() if i in quick else pytest.mark.slow) for i in tiers]
         metafunc.parametrize("isa", marked, indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts processes takes longest and comes first, so that workers come to their ends together."""
+    items.sort(key=lambda item: PROCESSES.isdisjoint(getattr(item, "fixturenames", ())))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("aot_eager", False), id="static"),
+        pytest.param(("inductor", True), id="dynamic"),
+        pytest.param(("inductor", False), id="static-inductor", marks=pytest.mark.slow),
+    ]
+)
+def compilation(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Arguments of torch.compile, for whole graphs. Inductor compiles C++, which takes long: once an op."""
+    torch._dynamo.reset()
+    backend, dynamic = request.param
+    if dynamic and request.module.__name__.rpartition(".")[2] in ("test_attention", "test_attention_sequences"):
+        backend = "aot_eager"  # test_attention_options.py has the same op with more arguments
+    return {"backend": backend, "dynamic": dynamic, "fullgraph": True}
 
 
 @pytest.fixture
@@ -70,7 +99,7 @@ def interpreted() -> Callable[..., None]:
     """Runs `python arguments` where Triton kernels are interpreted on CPU tensors; fails when it does."""
 
     def run(*arguments: object) -> None:
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", *map(str, arguments)]
         result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
@@ -95,14 +124,14 @@ def simt(simt_build: ModuleType) -> Callable[..., str]:
 
     Under AddressSanitizer and UndefinedBehaviorSanitizer unless `sanitize=False`, or with a search for races with
     `race=True`; settings as `seed=3, arch=80` become SEQKERN_SIMT_SEED=3 and so on. Triton kernels are interpreted
-    there. Returns what it printed.
+    there, torch has one thread. Returns what it printed.
     """
 
     def run(
         *arguments: object, sanitize: bool = True, race: bool = False, timeout: float = 1200, **settings: object
     ) -> str:
         library = simt_build.library(sanitize=sanitize and not race, race=race)
-        environment = simt_build.environment(library, **settings) | {"TRITON_INTERPRET": "1"}
+        environment = simt_build.environment(library, **settings) | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", *map(str, arguments)]
         result = subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout

@@ -470,13 +470,12 @@ def test_opcheck(make):
         torch.library.opcheck(torch.ops.seqkern.attention_bwd.default, arguments)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
+def test_compile_fullgraph(compilation):
     def function(query, key, value):
         out, lse = seqkern.attention(query, key, value, causal=True, return_lse=True)
         return seqkern.scaled_dot_product_attention(out, key, value, is_causal=True, enable_gqa=True) + lse[..., None]
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(function, **compilation)
     inputs = qkv(5, 9, kv_heads=2, requires_grad=True)
     output, expected = compiled(*inputs), function(*inputs)
     torch.testing.assert_close(output, expected)

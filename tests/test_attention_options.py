@@ -495,7 +495,7 @@ def test_same_bits_every_time_on_any_number_of_threads(isa):
     threads = torch.get_num_threads()
     first = everything(inputs, **options)
     try:
-        for count in (1, 3, 8, *[threads] * 50):
+        for count in (1, 3, 8, *[2] * 50):
             torch.set_num_threads(count)
             assert equal(first, everything(inputs, **options))
     finally:
@@ -670,8 +670,7 @@ def test_opcheck(mask):
     torch.library.opcheck(torch.ops.seqkern.attention_bwd.default, arguments)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
+def test_compile_fullgraph(compilation):
     def function(query, key, value, mask, slopes, sinks, lengths):
         out, lse = attention(
             query, key, value, causal=True, attn_mask=mask, key_lengths=lengths, window=(4, None), alibi_slopes=slopes,
@@ -679,7 +678,7 @@ def test_compile_fullgraph(dynamic):
         )  # fmt: skip
         return sdpa(out, key, value, mask, is_causal=True, enable_gqa=True) + lse[..., None]
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(function, **compilation)
     inputs = [*qkv(5, 9, kv_heads=2), torch.randn(5, 9), torch.rand(4), torch.randn(4)]
     inputs = [t.requires_grad_() for t in inputs]
     lengths = torch.tensor([9, 3])
@@ -689,7 +688,7 @@ def test_compile_fullgraph(dynamic):
 
 
 def test_compiled_dropout():
-    compiled = torch.compile(lambda *inputs: attention(*inputs, dropout_p=0.5), fullgraph=True)
+    compiled = torch.compile(lambda *inputs: attention(*inputs, dropout_p=0.5), backend="aot_eager", fullgraph=True)
     inputs = qkv(70)
     torch.manual_seed(1)
     first, second = compiled(*inputs), compiled(*inputs)

@@ -120,7 +120,7 @@ def test_packed_has_the_bits_of_alone(dtype, isa):
     threads = torch.get_num_threads()
     try:
         runs = []
-        for count in (threads, 1, 3):
+        for count in (2, 1, 3):
             torch.set_num_threads(count)
             runs.append(gradients(lambda q, k, v, **o: varlen(q, k, v, *where, **options, **o), inputs, **slopes_of))
     finally:
@@ -240,14 +240,13 @@ def test_opcheck(starts_dtype):
     torch.library.opcheck(torch.ops.seqkern.attention_bwd.default, arguments)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
+def test_compile_fullgraph(compilation):
     def function(query, key, value, queries, keys, slopes, sinks):
         return varlen(
             query, key, value, queries, keys, 9, 9, causal=True, alibi_slopes=slopes, sinks=sinks, return_lse=True
         )
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(function, **compilation)
     for lengths in ([3, 9], [5, 2]):
         inputs, (queries, keys, _, _) = packed(lengths, kv_heads=2)
         leaves = [t.requires_grad_() for t in (*inputs, torch.rand(4), torch.randn(4))]

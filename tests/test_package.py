@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -20,6 +22,15 @@ from seqkern import _library
 
 ROOT = Path(__file__).parent.parent
 EXTENSION = ROOT / "seqkern" / "_C.abi3.so"
+
+
+@contextlib.contextmanager
+def alone():
+    """setuptools works in the source tree: one process at a time."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / "package.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def call(*command, **options):
@@ -103,7 +114,8 @@ def test_needs_no_more_than_torch_and_the_system():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    call(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT)
+    with alone():
+        call(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -160,7 +172,8 @@ def test_wheel_passes_the_tests(installed, tmp_path, op):
 
 
 def test_source_archive_has_every_source(tmp_path):
-    call(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT)
+    with alone():
+        call(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT)
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
