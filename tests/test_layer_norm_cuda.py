@@ -367,7 +367,7 @@ def test_executor_numbers_and_bits(simt):
     """The same bits for every schedule."""
     digests = ["seed=1", "check_digest", "seed=2", "check_digest", "seed=3", "check_digest"]
     rows = ["check_many_rows", "multiprocessors=1", "check_many_rows"]
-    lines = simt(HERE, "check_numbers", *rows, *digests, sanitize=False).split()
+    lines = simt(HERE, "check_numbers", *rows, *digests).split()
     assert len(lines) == 3
     assert len(set(lines)) == 1
 
