@@ -137,6 +137,7 @@ import seqkern
 with poison(), seqkern.use_backend("triton"):
     for rows, columns in [(1, 1), (3, 63), (5, 257), (2, 1536)]:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            if dtype == torch.float64 and columns > 63: continue
             cases = [layer_norm_case(rows, columns, centred=False)] if columns != 1 else []
             for p, centred in ((0.0, True), (0.3, True), (0.0, False), (0.3, False)):
                 cases.append(add_layer_norm_case(rows, columns, dropout_p=p, centred=centred))
@@ -406,11 +407,11 @@ def test_a_row_does_not_see_the_batch(isa):
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_gradcheck(affine, isa, way):
-    x = torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True)
-    inputs = (x, *(parameters(7, requires_grad=True) if affine else ()))
+    x = torch.randn(2, 2, 5, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *(parameters(5, requires_grad=True) if affine else ()))
 
     def function(x, *affine):
-        return seqkern.layer_norm(x, (7,), *affine)
+        return seqkern.layer_norm(x, (5,), *affine)
 
     assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True)
@@ -419,13 +420,13 @@ def test_gradcheck(affine, isa, way):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("add", [seqkern.add_layer_norm, seqkern.add_rms_norm])
 def test_gradcheck_with_residual(add, dropout_p, isa, way):
-    x, r = (torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    weight, bias = parameters(7, requires_grad=True)
+    x, r = (torch.randn(2, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = parameters(5, requires_grad=True)
     inputs = (x, r, weight, bias) if add is seqkern.add_layer_norm else (x, r, weight)
     options = {"dropout_p": dropout_p, "seed": 5}
 
     def function(x, r, *affine):
-        return add(x, r, (7,), *affine, **options)
+        return add(x, r, (5,), *affine, **options)
 
     assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=dropout_p == 0)
     assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True)
@@ -435,10 +436,10 @@ def test_gradcheck_with_residual(add, dropout_p, isa, way):
 
 
 def test_rms_gradcheck(isa, way):
-    inputs = (torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True), parameters(7, requires_grad=True)[0])
+    inputs = (torch.randn(2, 2, 5, dtype=torch.float64, requires_grad=True), parameters(5, requires_grad=True)[0])
 
     def function(x, w):
-        return seqkern.rms_norm(x, (7,), w)
+        return seqkern.rms_norm(x, (5,), w)
 
     assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True)
@@ -483,6 +484,7 @@ def test_functional_transforms():
 
 # ---- torch's machinery --------------------------------------------------------------------------------------------
 
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 OPCHECK_INPUTS = {
     "contiguous": lambda: torch.randn(3, 7),
     "strided": lambda: torch.randn(6, 9)[::2, :7],
@@ -507,13 +509,15 @@ def test_opcheck(make):
         rest = (normalised, mean, rstd, arguments[2], arguments[4], *arguments[6:])
         for grad in (make(), torch.ones(()).expand(x.shape)):
             for flags in ((True, True), (False, False)):
-                torch.library.opcheck(backward, (grad, None if arguments[1] is None else make(), *rest, *flags))
+                # Traced, which takes longest, with either gradient and with either pair of flags.
+                checks = ALL_CHECKS if (grad.stride() == (0, 0)) == flags[0] else ALL_CHECKS[:-1]
+                arguments_of = (grad, None if arguments[1] is None else make(), *rest, *flags)
+                torch.library.opcheck(backward, arguments_of, test_utils=checks)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
+def test_compile_fullgraph(compilation):
     inputs = [t.requires_grad_() for t in (torch.randn(4, 3, 7), *parameters(7, torch.float32))]
-    compiled = torch.compile(lambda x, w, b: seqkern.layer_norm(x, (7,), w, b).sin(), fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(lambda x, w, b: seqkern.layer_norm(x, (7,), w, b).sin(), **compilation)
     output = compiled(*inputs)
     expected = seqkern.layer_norm(inputs[0], (7,), *inputs[1:]).sin()
     torch.testing.assert_close(output, expected)
