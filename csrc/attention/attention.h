@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention_mask.h"
 #include "cpu_isa.h"
 #include "dropout.h"
 #include "dtype.h"
@@ -18,8 +19,6 @@ struct MutableRows {
   void* data;
   int64_t stride;
 };
-
-enum class MaskType : int { none, boolean, f64, f32, bf16, f16 };
 
 // What one call of the op has in common: all that the sizes of scratch memory depend on.
 struct AttentionShape {

@@ -1,0 +1,160 @@
+// Tiles in shared memory, and products of them by a warp with mma.sync: bfloat16, float16 and float32.
+//
+// A tile's rows hold kDim elements in chunks of 16 bytes, chunk c of row r at place c ^ (r % 8): the eight rows that
+// one ldmatrix reads lie in different banks. ldmatrix knows 16-bit elements, but a row of four float32 is to it a row
+// of eight halves: lane l receives element l % 4 of row l / 4, which is what a tf32 product wants. Only its transposed
+// form has no such twin: there float32 is read element by element.
+//
+// float32 by tensor cores: x = hi + lo with both in tf32, and a b = a_hi b_lo + a_lo b_hi + a_hi b_hi, small terms
+// first, leaves out a_lo b_lo, some 2^-22 of the product (3xTF32: Ootomo & Yokota 2022). Scores that become operands
+// go from the accumulator's layout to the operand's without a shuffle: the order of the summed index is free, so lane
+// q's accumulator columns 2q and 2q + 1 take the places q and q + 4, and the other operand's rows follow.
+#pragma once
+
+#include "cuda_device.cuh"
+
+namespace seqkern {
+namespace attention_mma {
+
+template <class T>
+struct Operand {                     // 16 bits
+  static constexpr int kDepth = 16;  // of one product
+};
+template <>
+struct Operand<float> {
+  static constexpr int kDepth = 8;
+};
+
+template <class T, int kDim>
+struct Tile {
+  static constexpr int kChunk = 16 / sizeof(T);  // elements
+  static constexpr int kChunks = kDim / kChunk;
+  static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(T));
+  static_assert(kChunks % 8 == 0, "rows of 128 bytes at least");
+
+  static constexpr int bytes(int rows) { return rows * kRowBytes; }
+  static SK_DEVICE int offset(int row, int chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
+  static SK_DEVICE T* element(unsigned char* tile, int row, int column) {
+    return reinterpret_cast<T*>(tile + offset(row, column / kChunk)) + column % kChunk;
+  }
+
+  // Rows [0, kRows) of the matrix at `from`, of which `rows` x `columns` are there and the rest is 0, by the block's
+  // kThreads threads. vectors: by cp.async, which the caller commits and waits for; else at once, element by element.
+  template <int kRows, int kThreads>
+  static SK_DEVICE void load(unsigned char* tile, const T* from, int64_t stride, int rows, int columns, bool vectors,
+                             int thread) {
+    if (vectors) {
+      for (int n = thread; n < kRows * kChunks; n += kThreads) {
+        const int row = n / kChunks, chunk = n % kChunks;
+        const int left = row < rows ? (columns - chunk * kChunk) * static_cast<int>(sizeof(T)) : 0;
+        const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
+        cp_async_16(tile + offset(row, chunk), bytes > 0 ? from + row * stride + chunk * kChunk : from, bytes);
+      }
+    } else {
+      for (int n = thread; n < kRows * kDim; n += kThreads) {
+        const int row = n / kDim, column = n % kDim;
+        T x{};
+        if (row < rows && column < columns) x = from[row * stride + column];
+        *element(tile, row, column) = x;
+      }
+    }
+  }
+
+  // ---- operands: `depth` is the place in the summed index, a multiple of Operand<T>::kDepth ------------------------
+
+  // A of rows [row, row + 16), the summed index along the tile's rows.
+  static SK_DEVICE void a(uint32_t (&r)[4], const unsigned char* tile, int row, int depth, int lane) {
+    ldmatrix_x4(r, tile + offset(row + lane % 16, depth / kChunk + lane / 16));
+  }
+  // B of columns [column, column + 16), each a row of the tile: r[0], r[1] the first eight, r[2], r[3] the others.
+  static SK_DEVICE void b_rows(uint32_t (&r)[4], const unsigned char* tile, int column, int depth, int lane) {
+    ldmatrix_x4(r, tile + offset(column + lane % 8 + lane / 16 * 8, depth / kChunk + lane / 8 % 2));
+  }
+  // B of columns [column, column + 16), which are columns of the tile: the summed index goes down the rows from
+  // `depth`. Of float32 in the order that `a_of_sums` gives the other operand.
+  static SK_DEVICE void b_columns(uint32_t (&r)[4], const unsigned char* tile, int column, int depth, int lane) {
+    if constexpr (sizeof(T) == 2) {
+      ldmatrix_x4_trans(r, tile + offset(depth + lane % 16, column / kChunk + lane / 16));
+    } else {
+      const int row = depth + lane % 4 * 2, at = column + lane / 4;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int c = at + n / 2 * 8, k = row + n % 2;
+        r[n] = *reinterpret_cast<const uint32_t*>(tile + offset(k, c / kChunk) + c % kChunk * 4);
+      }
+    }
+  }
+};
+
+// Two numbers of 16 bits in a word, the first in the low half.
+template <class T>
+SK_DEVICE uint32_t pack(float first, float second) {
+  return narrow<T>(first).bits | static_cast<uint32_t>(narrow<T>(second).bits) << 16;
+}
+
+// The operand A of 16 rows and kDepth columns from accumulators: of 16 bits from two blocks of 16 x 8, of float32 from
+// one (`right` is not looked at).
+template <class T>
+SK_DEVICE void a_of_sums(uint32_t (&r)[4], const float (&left)[4], const float (&right)[4]) {
+  if constexpr (sizeof(T) == 2) {
+    r[0] = pack<T>(left[0], left[1]);
+    r[1] = pack<T>(left[2], left[3]);
+    r[2] = pack<T>(right[0], right[1]);
+    r[3] = pack<T>(right[2], right[3]);
+  } else {
+    r[0] = device_bits<uint32_t>(left[0]);
+    r[1] = device_bits<uint32_t>(left[2]);
+    r[2] = device_bits<uint32_t>(left[1]);
+    r[3] = device_bits<uint32_t>(left[3]);
+  }
+}
+
+SK_DEVICE uint32_t tf32_rest(uint32_t x, uint32_t high) {
+  return to_tf32(device_bits<float>(x) - device_bits<float>(high));
+}
+
+// An operand A, taken apart once where float32 needs it.
+template <class T>
+struct A {
+  uint32_t all[4];
+  SK_DEVICE explicit A(const uint32_t (&r)[4]) : all{r[0], r[1], r[2], r[3]} {}
+};
+template <>
+struct A<float> {
+  uint32_t high[4], low[4];
+  SK_DEVICE explicit A(const uint32_t (&r)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      high[n] = to_tf32(device_bits<float>(r[n]));
+      low[n] = tf32_rest(r[n], high[n]);
+    }
+  }
+};
+
+// left (16 x 8), right (16 x 8) += a b, with b of 16 columns as Tile gives it. tf32 concerns float32 only.
+template <class T>
+SK_DEVICE void multiply(float (&left)[4], float (&right)[4], const A<T>& a, const uint32_t (&b)[4], bool tf32) {
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+    mma_16816<T>(left, a.all, b0);
+    mma_16816<T>(right, a.all, b1);
+  } else {
+    uint32_t high[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) high[n] = to_tf32(device_bits<float>(b[n]));
+    const uint32_t h0[2] = {high[0], high[1]}, h1[2] = {high[2], high[3]};
+    if (!tf32) {
+      const uint32_t l0[2] = {tf32_rest(b[0], high[0]), tf32_rest(b[1], high[1])};
+      const uint32_t l1[2] = {tf32_rest(b[2], high[2]), tf32_rest(b[3], high[3])};
+      mma_1688_tf32(left, a.high, l0);
+      mma_1688_tf32(right, a.high, l1);
+      mma_1688_tf32(left, a.low, h0);
+      mma_1688_tf32(right, a.low, h1);
+    }
+    mma_1688_tf32(left, a.high, h0);
+    mma_1688_tf32(right, a.high, h1);
+  }
+}
+
+}  // namespace attention_mma
+}  // namespace seqkern
