@@ -65,6 +65,13 @@ inline void check_cpu(const Tensor& t, const char* op, const char* argument) {
   check_memory(t, op, argument);
 }
 
+// On the device of another argument.
+inline void check_beside(const Tensor& t, const Tensor& other, const char* op, const char* argument,
+                         const char* name = "the first argument") {
+  SK_CHECK(t.device() == other.device(), op, ": ", argument, " must be on the device of ", name);
+  check_memory(t, op, argument);
+}
+
 // Elements of the last dimension lie next to each other (or there is at most one, or nothing at all).
 inline bool unit_last_stride(const Tensor& t) {
   return t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1 || t.numel() == 0;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "layer_norm_arguments.h"
 #include "layer_norm_direct.h"
 #include "tensor.h"
 
@@ -58,50 +59,22 @@ void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* gra
   }
 }
 
-const void* data_or_null(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
-
 // A parameter as the kernels read it: contiguous, in the accumulation type.
 std::optional<Tensor> parameter(const std::optional<Tensor>& t, const Tensor& input, Dtype dtype, const char* op,
                                 const char* argument) {
   if (!t) return std::nullopt;
-  const int64_t columns = input.size(1);
-  check_cpu(*t, op, argument);
-  check_dim(*t, 1, op, argument);
-  check_size(*t, 0, columns, op, argument);
-  const Dtype from = dtype_of(*t, op, argument);
+  check_parameter(*t, input, op, argument);
   const Tensor contiguous = as_contiguous(*t);
   if (t->scalar_type() == acc_type(dtype)) return contiguous;
-  Tensor widened = empty(input, {columns}, acc_type(dtype));
-  layer_norm_kernels().widen(dtype, from, columns, contiguous.const_data_ptr(), widened.mutable_data_ptr());
+  Tensor widened = empty(input, {input.size(1)}, acc_type(dtype));
+  layer_norm_kernels().widen(dtype, dtype_of(*t, op, argument), input.size(1), contiguous.const_data_ptr(),
+                             widened.mutable_data_ptr());
   return widened;
 }
 
-// A matrix beside the input: same shape, dtype and device, any row stride.
-std::optional<Tensor> beside(const std::optional<Tensor>& t, const Tensor& input, const char* op,
-                             const char* argument) {
-  if (!t) return std::nullopt;
-  check_cpu(*t, op, argument);
-  check_dim(*t, 2, op, argument);
-  check_type(*t, input.scalar_type(), op, argument);
-  for (int64_t dim : {0, 1}) check_size(*t, dim, input.size(dim), op, argument);
-  return with_unit_last_stride(*t);
-}
-
-Tensor statistic(const Tensor& t, const Tensor& input, Dtype dtype, const char* op, const char* argument) {
-  check_cpu(t, op, argument);
-  check_dim(t, 1, op, argument);
-  check_size(t, 0, input.size(0), op, argument);
-  check_type(t, acc_type(dtype), op, argument);
-  return as_contiguous(t);
-}
-
-Dropout dropout_of(const std::optional<Tensor>& seed, double p, const char* op) {
-  SK_CHECK(p >= 0 && p <= 1, op, ": dropout_p must be a probability, between 0 and 1, got ", p);
-  SK_CHECK(seed || p == 0, op, ": dropout_p = ", p, " needs a seed");
+Dropout dropout_of(const std::optional<Tensor>& seed, double p, const Tensor& input, const char* op) {
+  check_dropout(seed, p, input, op);
   if (!seed) return {};
-  check_cpu(*seed, op, "seed");
-  check_type(*seed, ScalarType::Long, op, "seed");
-  SK_CHECK(seed->numel() == 1, op, ": seed must have one element, got ", seed->numel());
   return Dropout::with(p, static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())));
 }
 
@@ -119,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   const auto weight_acc = parameter(weight, input, dtype, op, "weight");
   const auto bias_acc = parameter(bias, input, dtype, op, "bias");
   const Tensor x = with_unit_last_stride(input);
-  const auto r = beside(residual, input, op, "residual");
-  const Dropout dropout = dropout_of(seed, dropout_p, op);
+  const auto r = matrix_beside(residual, input, op, "residual");
+  const Dropout dropout = dropout_of(seed, dropout_p, input, op);
   SK_CHECK(r || !dropout.active, op, ": dropout needs a residual");
 
   Tensor output = empty(x, {rows, columns}, input.scalar_type());
@@ -158,12 +131,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   check_memory(input, op, "input");
   const ScalarType acc = acc_type(dtype);
   const int64_t rows = input.size(0), columns = input.size(1);
-  const Tensor dy = *beside(grad_output, input, op, "grad_output");
-  const auto ds = beside(grad_sum, input, op, "grad_sum");
+  const Tensor dy = *matrix_beside(grad_output, input, op, "grad_output");
+  const auto ds = matrix_beside(grad_sum, input, op, "grad_sum");
   const Tensor rstd_c = statistic(rstd, input, dtype, op, "rstd");
   const Tensor mean_c = centred ? statistic(mean, input, dtype, op, "mean") : mean;
   const auto weight_acc = parameter(weight, input, dtype, op, "weight");
-  const Dropout dropout = dropout_of(seed, dropout_p, op);
+  const Dropout dropout = dropout_of(seed, dropout_p, input, op);
   const Tensor x = with_unit_last_stride(input);
 
   const Chunks chunks(rows, columns);

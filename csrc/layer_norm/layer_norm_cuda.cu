@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "cuda_launch.h"
-#include "dropout.h"
+#include "layer_norm_arguments.h"
 #include "layer_norm_backward_cuda.cuh"
 #include "layer_norm_cuda.cuh"
 
@@ -100,60 +100,37 @@ struct BackwardRows {
   static constexpr auto kernel = norm_cuda::backward_rows<T, U>;
 };
 
-// ---- arguments -----------------------------------------------------------------------------------------------------
-
-void check_beside(const Tensor& t, const Tensor& input, const char* op, const char* argument) {
-  SK_CHECK(t.is_cpu() == input.is_cpu() && t.get_device_index() == input.get_device_index(), op, ": ", argument,
-           " must be on the device of the first argument");
-  check_memory(t, op, argument);
+template <class T, template <class, int> class Kernel>
+bool cluster_fits(const char* op, const Plan& plan, size_t shared) {
+  bool fits = false;
+  with_units<T, Kernel>(plan.units, [&](auto kernel) {
+    const LaunchShape shape{dim3(plan.blocks), dim3(plan.threads()), shared, plan.blocks};
+    fits = resident_clusters(op, reinterpret_cast<const void*>(kernel), shape) > 0;
+  });
+  return fits;
 }
+
+// ---- arguments -----------------------------------------------------------------------------------------------------
 
 // torch's memory, also where the executor stands for a device: it sees what is written past the end.
 Tensor allocate(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
 }
 
-const void* data_or_null(const optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
-
 // A parameter as the kernels read it: contiguous, in the input's dtype or in the accumulation type; others are copied.
 optional<Tensor> parameter(const optional<Tensor>& t, const Tensor& input, Dtype dtype, const char* op,
                            const char* argument) {
   if (!t) return std::nullopt;
-  check_beside(*t, input, op, argument);
-  check_dim(*t, 1, op, argument);
-  check_size(*t, 0, input.size(1), op, argument);
-  dtype_of(*t, op, argument);
+  check_parameter(*t, input, op, argument);
   if (t->scalar_type() == input.scalar_type() || t->scalar_type() == acc_type(dtype)) return as_contiguous(*t);
   Tensor widened = allocate(input, {input.size(1)}, acc_type(dtype));
   torch::stable::copy_(widened, *t);
   return widened;
 }
 
-// A matrix beside the input: same shape, dtype and device, any row stride.
-optional<Tensor> matrix(const optional<Tensor>& t, const Tensor& input, const char* op, const char* argument) {
-  if (!t) return std::nullopt;
-  check_beside(*t, input, op, argument);
-  check_dim(*t, 2, op, argument);
-  check_type(*t, input.scalar_type(), op, argument);
-  for (int64_t dim : {0, 1}) check_size(*t, dim, input.size(dim), op, argument);
-  return with_unit_last_stride(*t);
-}
-
-Tensor statistic(const Tensor& t, const Tensor& input, Dtype dtype, const char* op, const char* argument) {
-  check_beside(t, input, op, argument);
-  check_dim(t, 1, op, argument);
-  check_size(t, 0, input.size(0), op, argument);
-  check_type(t, acc_type(dtype), op, argument);
-  return as_contiguous(t);
-}
-
 NormDropout dropout_of(const optional<Tensor>& seed, double p, const Tensor& input, const char* op) {
-  SK_CHECK(p >= 0 && p <= 1, op, ": dropout_p must be a probability, between 0 and 1, got ", p);
-  SK_CHECK(seed || p == 0, op, ": dropout_p = ", p, " needs a seed");
+  check_dropout(seed, p, input, op);
   if (!seed) return {nullptr, 0, 1.0};
-  check_beside(*seed, input, op, "seed");
-  check_type(*seed, ScalarType::Long, op, "seed");
-  SK_CHECK(seed->numel() == 1, op, ": seed must have one element, got ", seed->numel());
   const Dropout dropout = Dropout::with(p, 0);  // the seed itself is read on the device
   return {static_cast<const int64_t*>(seed->const_data_ptr()), dropout.threshold, dropout.scale};
 }
@@ -176,14 +153,7 @@ void run_forward(const char* op, Dtype dtype, Forward& p, const Tensor& input) {
   const size_t shared = dtype == Dtype::f64 ? norm_cuda::kTeamBytes<double> : norm_cuda::kTeamBytes<float>;
   const int64_t most = int64_t{kForwardWaves} * device.multiprocessors;
   SK_DISPATCH(dtype, {
-    const auto fits = [&](const Plan& plan) {
-      bool any = false;
-      with_units<T, ForwardRows>(plan.units, [&](auto kernel) {
-        const LaunchShape shape{dim3(plan.blocks), dim3(plan.threads()), shared, plan.blocks};
-        any = resident_clusters(op, reinterpret_cast<const void*>(kernel), shape) > 0;
-      });
-      return any;
-    };
+    const auto fits = [&](const Plan& plan) { return cluster_fits<T, ForwardRows>(op, plan, shared); };
     const auto teams_of = [](int warps) { return warps == 1 ? kForwardWarps : 1; };
     const Plan plan =
         plan_of(dtype, p.columns, p.aligned, norm_cuda::kForwardThreads, device.max_cluster, teams_of, fits);
@@ -212,7 +182,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   const int64_t rows = input.size(0), columns = input.size(1);
   const auto w = parameter(weight, input, dtype, op, "weight"), b = parameter(bias, input, dtype, op, "bias");
   const Tensor x = with_unit_last_stride(input);
-  const auto r = matrix(residual, input, op, "residual");
+  const auto r = matrix_beside(residual, input, op, "residual");
   const NormDropout dropout = dropout_of(seed, dropout_p, input, op);
   SK_CHECK(r || dropout.seed == nullptr, op, ": dropout needs a residual");
 
@@ -287,14 +257,7 @@ void run_backward(const char* op, Dtype dtype, Backward& p, Sums& sums, const Te
   const size_t totals = dtype == Dtype::f64 ? norm_cuda::kTeamBytes<double> : norm_cuda::kTeamBytes<float>;
   const int64_t resident = 2 * int64_t{device.multiprocessors};
   SK_DISPATCH(dtype, {
-    const auto fits = [&](const Plan& plan) {
-      bool any = false;
-      with_units<T, BackwardRows>(plan.units, [&](auto kernel) {
-        const LaunchShape shape{dim3(plan.blocks), dim3(plan.threads()), totals, plan.blocks};
-        any = resident_clusters(op, reinterpret_cast<const void*>(kernel), shape) > 0;
-      });
-      return any;
-    };
+    const auto fits = [&](const Plan& plan) { return cluster_fits<T, BackwardRows>(op, plan, totals); };
     const auto teams_of = [](int warps) { return std::max(1, norm_cuda::kBackwardThreads / (32 * warps)); };
     const Plan plan =
         plan_of(dtype, p.columns, p.aligned, norm_cuda::kBackwardThreads, device.max_cluster, teams_of, fits);
@@ -345,8 +308,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   check_memory(input, op, "input");
   const ScalarType acc = acc_type(dtype);
   const int64_t rows = input.size(0), columns = input.size(1);
-  const Tensor dy = *matrix(grad_output, input, op, "grad_output");
-  const auto ds = matrix(grad_sum, input, op, "grad_sum");
+  const Tensor dy = *matrix_beside(grad_output, input, op, "grad_output");
+  const auto ds = matrix_beside(grad_sum, input, op, "grad_sum");
   const Tensor rstd_c = statistic(rstd, input, dtype, op, "rstd");
   const Tensor mean_c = centred ? statistic(mean, input, dtype, op, "mean") : mean;
   const auto w = parameter(weight, input, dtype, op, "weight");
