@@ -5,16 +5,14 @@
 #include <tuple>
 
 #include "cuda_launch.h"
-#include "dropout.h"
 #include "rnn_backward_cuda.cuh"
 #include "rnn_plan_cuda.h"
-#include "tensor.h"
+#include "rnn_scan_cuda.h"
 
 namespace seqkern {
 namespace {
 
 using namespace rnn_backward;
-using MaybeTensor = std::optional<Tensor>;
 
 constexpr const char* kTiers[] = {"block", "cluster", "grid"};
 
@@ -182,32 +180,6 @@ Planner planner(const Tensor& w_hh, int64_t batch, int64_t cell, bool norm, cons
 
 // ---- the op -------------------------------------------------------------------------------------------------------
 
-struct Checker {
-  const char* op;
-  const Tensor& first;
-  // Contiguous unless `any_strides`.
-  void operator()(const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type, const char* name,
-                  bool any_strides = false) const {
-    check_type(t, type, op, name);
-    check_dim(t, static_cast<int64_t>(sizes.size()), op, name);
-    int64_t dim = 0;
-    for (int64_t size : sizes) check_size(t, dim++, size, op, name);
-    SK_CHECK(t.device() == first.device(), op, ": ", name, " must be on the device of w_hh");
-    check_memory(t, op, name);
-    SK_CHECK(any_strides ? unit_last_stride(t) : t.is_contiguous(), op, ": ", name,
-             any_strides ? " must have a contiguous last dimension" : " must be contiguous");
-  }
-  void operator()(const MaybeTensor& t, std::initializer_list<int64_t> sizes, ScalarType type, const char* name,
-                  bool any_strides = false) const {
-    if (t) (*this)(*t, sizes, type, name, any_strides);
-  }
-};
-
-template <class P = void>
-const P* read(const MaybeTensor& t) {
-  return t ? static_cast<const P*>(t->const_data_ptr()) : nullptr;
-}
-
 std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n,
                                         const MaybeTensor& grad_c_n, const MaybeTensor& grad_cells, const Tensor& gates,
                                         const MaybeTensor& cells, const MaybeTensor& c0, const Tensor& output,
@@ -222,48 +194,37 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   const ScalarType type = w_hh.scalar_type(), acc = ScalarType::Float;
   SK_CHECK(type == acc || type == ScalarType::BFloat16 || type == ScalarType::Half, op,
            ": w_hh must be float32, bfloat16 or float16, got ScalarType ", static_cast<int>(type));
-  const Checker check{op, w_hh};
+  const RnnScanChecks check{op, w_hh};
   check_dim(output, 3, op, "output");
   check_dim(h0, 3, op, "h0");
-  const int64_t D = w_hh.size(0), H = w_hh.size(2), T = output.size(0), B = h0.size(1),
-                G = rnn_gates(static_cast<int>(cell));
+  const int cell_kind = static_cast<int>(cell);
+  const int64_t D = w_hh.size(0), H = w_hh.size(2), T = output.size(0), B = h0.size(1), G = rnn_gates(cell_kind);
   const bool lstm = cell == kRnnLstm;
-  SK_CHECK(T < int64_t{1} << 30 && B < int64_t{1} << 30, op, ": at most 2^30 steps and sequences, got ", T, " and ", B);
-  SK_CHECK(!reverse || D == 1, op, ": reverse is for one direction, w_hh has ", D);
   SK_CHECK(lstm == c0.has_value() && lstm == cells.has_value(), op, ": c0 and cells are for LSTM, which needs them");
   SK_CHECK(lstm || (!grad_c_n && !grad_cells), op, ": grad_c_n and grad_cells are for LSTM");
+  SK_CHECK(norm.has_value() == products.has_value() && norm.has_value() == norm_sums.has_value(), op,
+           ": products and norm_sums are for layer norm, which needs them");
   check(w_hh, {D, G * H, H}, type, "w_hh");
   check(h0, {D, B, H}, type, "h0");
   check(c0, {D, B, H}, type, "c0");
   check(output, {T, B, D * H}, type, "output");
   check(cells, {D, T, B, H}, acc, "cells");
-  check(gates, {D, T, B, rnn_kept(static_cast<int>(cell)) * H}, acc, "gates");
+  check(gates, {D, T, B, rnn_kept(cell_kind) * H}, acc, "gates");
   check(grad_output, {T, B, D * H}, type, "grad_output", true);
   check(grad_h_n, {D, B, H}, type, "grad_h_n");
   check(grad_c_n, {D, B, H}, type, "grad_c_n");
   check(grad_cells, {D, T, B, H}, acc, "grad_cells");
-  check(lengths, {B}, ScalarType::Long, "lengths");
-  check(resets, {T, B}, ScalarType::Byte, "resets");
-  check(recurrent_mask, {D, B, H}, acc, "recurrent_mask");
-  if (seed) {
-    SK_CHECK(seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, op, ": seed must be one int64");
-    SK_CHECK(seed->device() == w_hh.device(), op, ": seed must be on the device of w_hh");
-  }
   check(grad_x, {T, B, D * G * H}, type, "grad_x");
   check(grad_products, {D, T, B, G * H}, type, "grad_products", true);
   if (grad_products) {
     SK_CHECK(B <= 1 || grad_products->stride(2) == G * H, op,
              ": the rows of grad_products must lie next to each other");
   }
-  for (double p : {zoneout_h, zoneout_c}) {
-    SK_CHECK(p >= 0 && p <= 1, op, ": zoneout must be a probability, between 0 and 1, got ", p);
-  }
-  const int64_t norm_columns = 2 * G * H + (lstm ? 2 * H : 0);
-  SK_CHECK(norm.has_value() == products.has_value() && norm.has_value() == norm_sums.has_value(), op,
-           ": products and norm_sums are for layer norm, which needs them");
-  check(norm, {D, norm_columns}, acc, "norm");
   check(products, {D, T, B, G * H}, acc, "products");
-  check(norm_sums, {D, B, norm_columns}, acc, "norm_sums");
+  check(norm_sums, {D, B, norm_columns_of(cell_kind, H)}, acc, "norm_sums");
+  Problem p{};
+  p.scan = checked_scan(
+      check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell_kind, reverse}, T, B);
 
   Tensor grad_h0 = empty(w_hh, {D, B, H}, acc), grad_c0 = empty(w_hh, {lstm ? D : 0, B, H}, acc);
   if (B == 0) return {grad_h0, grad_c0};
@@ -271,14 +232,13 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   const Plan plan = plans.plan(tier);
   SK_CHECK(plan.served, op, ": hidden size ", H, " is not served: ", plan.why);
 
-  Problem p{};
-  p.grad_output = read(grad_output);
-  p.grad_h_n = read(grad_h_n);
-  p.grad_c_n = read(grad_c_n);
-  p.grad_cells = read<float>(grad_cells);
+  p.grad_output = data_or_null(grad_output);
+  p.grad_h_n = data_or_null(grad_h_n);
+  p.grad_c_n = data_or_null(grad_c_n);
+  p.grad_cells = data_or_null<float>(grad_cells);
   p.gates = static_cast<const float*>(gates.const_data_ptr());
-  p.cells = read<float>(cells);
-  p.c0 = read(c0);
+  p.cells = data_or_null<float>(cells);
+  p.c0 = data_or_null(c0);
   p.output = output.const_data_ptr();
   p.h0 = h0.const_data_ptr();
   p.w_hh = w_hh.const_data_ptr();
@@ -290,25 +250,6 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   if (grad_products) {
     p.grad_products_direction = grad_products->stride(0), p.grad_products_time = grad_products->stride(1);
   }
-  p.scan.steps = static_cast<int>(T);
-  p.scan.batch = static_cast<int>(B);
-  p.scan.hidden = static_cast<int>(H);
-  p.scan.directions = static_cast<int>(D);
-  p.scan.reverse = reverse;
-  p.scan.cell = static_cast<int>(cell);
-  p.scan.lengths = read<int64_t>(lengths);
-  p.scan.resets = read<uint8_t>(resets);
-  p.scan.mask = read<float>(recurrent_mask);
-  p.scan.norm = read<float>(norm);
-  p.scan.eps = static_cast<float>(eps);
-  const bool zones = zoneout_h > 0 || zoneout_c > 0;
-  p.scan.seed = zones ? read<int64_t>(seed) : nullptr;
-  p.scan.expected = zones && !seed;
-  for (int kind : {0, 1}) {
-    const double zoneout = kind == 0 ? zoneout_h : zoneout_c;
-    p.scan.threshold[kind] = Dropout::with(zoneout, 0).threshold;
-    p.scan.zoneout[kind] = static_cast<float>(zoneout);
-  }
   p.team.exchange = plan.exchange;
   p.team.blocks = plan.blocks;
   p.team.teams = plan.teams;
@@ -318,19 +259,19 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   if (norm) p.norm.sums = static_cast<float*>(norm_sums->mutable_data_ptr());
   if (norm && T > 0) {
     statistics = empty(w_hh, {checked_product({D, T, B}, op), 4}, acc);
-    p.norm.products = read<float>(products);
+    p.norm.products = data_or_null<float>(products);
     p.norm.statistics = static_cast<Statistics*>(statistics->mutable_data_ptr());
     LaunchShape shape;
     shape.block = dim3(kThreads);
     shape.grid = dim3(static_cast<unsigned>((D * T * B + kWarps - 1) / kWarps));
-    launch(op, of_type(type, static_cast<int>(cell), RowStatistics{}), shape, stream, p);
+    launch(op, of_type(type, cell_kind, RowStatistics{}), shape, stream, p);
   }
   for (int launched = 0; launched < plan.launches; ++launched) {
     p.team.first_direction = launched;
     if (plan.exchange == kGrid) {  // zeros: nothing has arrived
       const int64_t blocks = plan.shape.grid.x;
       const int64_t packets = checked_product({2, blocks, plan.blocks, plan.layout.units, kRows / kPack}, op);
-      const int64_t of_rows = norm ? blocks * kRows * rnn_backward::norm_sums(static_cast<int>(cell)) / 4 : 0;
+      const int64_t of_rows = norm ? blocks * kRows * rnn_backward::norm_sums(cell_kind) / 4 : 0;
       mailbox = torch::stable::new_zeros(w_hh, {(packets + of_rows) * 4}, acc);
       p.team.mailbox = static_cast<uint4*>(mailbox->mutable_data_ptr());
       p.team.row_mailbox = p.team.mailbox + packets;

@@ -225,7 +225,6 @@ struct Team {
   // Nobody writes to a block of a cluster that has not begun, or has ended.
   SK_DEVICE void meet() const {
     if (shape.exchange != kCluster) return;
-    __syncwarp();  // the barrier takes warps whole
     cluster_arrive();
     cluster_wait();
   }
