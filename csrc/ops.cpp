@@ -1,6 +1,15 @@
 // Every schema of the library, and nothing else. The kernels register themselves from their slices.
 #include <torch/csrc/stable/library.h>
 
+// Of ops that stand in both libraries.
+constexpr const char* kLayerNormForward =
+    "layer_norm_fwd(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
+    "float dropout_p, bool centred) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)";
+constexpr const char* kLayerNormBackward =
+    "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
+    "Tensor? seed, float dropout_p, bool centred, bool need_weight, bool need_bias) "
+    "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)";
+
 STABLE_TORCH_LIBRARY(seqkern, m) {
   // attention: csrc/attention, kernels/attention.py, seqkern/ops/attention.py
   m.def(
@@ -17,13 +26,8 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_distance)");
 
   // layer_norm: csrc/layer_norm, kernels/layer_norm.py, seqkern/ops/layer_norm.py
-  m.def(
-      "layer_norm_fwd(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
-      "float dropout_p, bool centred) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  m.def(
-      "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
-      "Tensor? seed, float dropout_p, bool centred, bool need_weight, bool need_bias) "
-      "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(kLayerNormForward);
+  m.def(kLayerNormBackward);
 
   // rnn: csrc/rnn, kernels/rnn.py, seqkern/ops/rnn.py
   m.def(
@@ -50,13 +54,8 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
 // What is written in CUDA C++: csrc/*/*_cuda.cu. Ops of their own, so that `seqkern`'s can choose between them and
 // Triton's (seqkern/_library.py); the schemas are there in every build, the kernels where nvcc was.
 STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
-  m.def(
-      "layer_norm_fwd(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
-      "float dropout_p, bool centred) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  m.def(
-      "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
-      "Tensor? seed, float dropout_p, bool centred, bool need_weight, bool need_bias) "
-      "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(kLayerNormForward);
+  m.def(kLayerNormBackward);
   // The scan over the steps of a layer, all that is not a matrix product over all of them: kernels/rnn.py.
   m.def(
       "rnn_scan_fwd(Tensor x, Tensor w_hh, Tensor? bias, Tensor? norm, Tensor? lengths, Tensor? resets, "
