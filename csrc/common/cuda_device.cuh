@@ -208,8 +208,9 @@ SK_DEVICE unsigned cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
   return r;
 }
-SK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-SK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Thread by thread: `.aligned` would be for warps whose lanes are known to be together.
+SK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+SK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // Where `p`, in this block's shared memory, lies in that of block `rank` of the cluster, for ordinary loads and stores.
 template <class T>
 SK_DEVICE T* map_shared(T* p, unsigned rank) {
