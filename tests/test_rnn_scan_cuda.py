@@ -300,8 +300,8 @@ def wrong_arguments() -> None:
     raises("c0 is for an LSTM", replace(case, cell=GRU), c0=torch.zeros(1, 3, 7))
     raises("h0 must have size 3 in dimension 1, got 2", case, h0=torch.zeros(1, 2, 7))
     raises("lengths must have size 3 in dimension 0, got 1", case, lengths=torch.ones(1, dtype=torch.int64))
-    raises("x must be contiguous in its last dimension", case, x=torch.zeros(1, 28, 3, 3).transpose(1, 3))
-    raises("zoneout must be a probability, got 1.5", replace(case, zoneout=(1.5, 0.0)))
+    raises("x must have a contiguous last dimension", case, x=torch.zeros(1, 28, 3, 3).transpose(1, 3))
+    raises("zoneout must be a probability, between 0 and 1, got 1.5", replace(case, zoneout=(1.5, 0.0)))
     raises("norm must have size 70 in dimension 1, got 69", case, norm=torch.zeros(1, 69))
 
 
