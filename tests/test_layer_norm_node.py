@@ -230,3 +230,25 @@ def test_nothing_is_kept_alive():
     for _ in range(50):
         added(x, w, b)[0].sum().backward()
     assert torch.equal(count, torch.tensor([t._use_count() for t in (x, w, b)]))
+
+
+def test_compiled_backward(nodes):
+    """Compiled autograd takes the node as one function that it cannot look into."""
+    if nodes == "Python":
+        pytest.skip("it traces Functions of Python's, and Python's node calls kernels by address")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    x, w, b = tensors()
+    output = norm(x, w, b)
+    normalised, total = added(x, w, b)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        (output.sin().sum() + (normalised * total).sum()).backward()
+    assert all(any(name in text for text in graphs) for name in ("code: LayerNormNode", "code: AddLayerNormNode")), (
+        graphs
+    )
+    wanted = expected(x, w, b).sin().sum() + (expected(3 * x, w, b) * 3 * x).sum()
+    torch.testing.assert_close((x.grad, w.grad, b.grad), torch.autograd.grad(wanted, (x, w, b)))

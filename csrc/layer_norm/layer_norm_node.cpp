@@ -1,15 +1,18 @@
 // The autograd node of the short way (layer_norm_direct.cpp) in C++.
 //
-// A node of Python's takes longer than a small norm: of 98 us for an 8 x 64 norm, forward and backward, this one saves
-// 15 (one Zen 3 core; torch's takes 75). torch's stable ABI has no nodes, so this file is a library of its own, built
-// against the headers of the torch that is installed and loaded beside that very torch only; with any other, or where
-// Python's headers are missing, the Python Functions of seqkern/ops/_direct.py do the same.
+// A node of Python's takes longer than a small norm: an 8 x 64 norm with a graph takes 13.1 us there and 6.9 here, and
+// 111 and 78 us forward and backward (processor time of one Zen 3 core; torch's 6.8 and 82, same run). torch's stable
+// ABI has no nodes, so this file is a library of its own, built against the headers of the torch that is installed and
+// loaded beside that very torch only; with any other, or where Python's headers are missing, the Python Functions of
+// seqkern/ops/_direct.py do the same. Tried and lost: torch's Function for C++, 9.3 us and 89 (torch's 6.7 and 77 in
+// that run): its context keeps options as a map of names.
 //
 // The results are computed already when a node is made. It keeps what was normalised and the parameters, as torch's
 // node does, and calls the kernels by address. A gradient that is anything but a plain tensor, or that is itself to be
 // differentiated, takes the long way, in Python.
 #include <Python.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "layer_norm_direct.h"
@@ -18,17 +21,12 @@ namespace seqkern {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 decltype(&direct_backward) kernels_backward;
 PyObject* long_way;  // of seqkern/ops/_direct.py
-
-struct Options {
-  Tensor output, sum;
-  double eps;
-  bool centred;
-};
 
 bool find_dtype(const Tensor& t, Dtype& dtype) {
   switch (t.scalar_type()) {
@@ -49,18 +47,10 @@ bool plain_parameter(const Tensor& t, int64_t columns, Dtype& dtype) {
   return !t.defined() || (plain(t) && find_dtype(t, dtype) && t.dim() == 1 && t.numel() == columns);
 }
 
-// What a node keeps beside tensors, as one complex number: each entry of `saved_data` takes its time.
-struct Kept {
+// What a node keeps beside tensors.
+struct Options {
   double eps;
-  bool centred, weight, bias;
-  explicit Kept(AutogradContext* ctx) {
-    const c10::complex<double> stored = ctx->saved_data.begin()->second.toComplexDouble();
-    const int flags = static_cast<int>(stored.imag());
-    eps = stored.real(), centred = flags & 1, weight = flags & 2, bias = flags & 4;
-  }
-  static void store(AutogradContext* ctx, double eps, bool centred, bool weight, bool bias) {
-    ctx->saved_data.emplace("kept", c10::complex<double>(eps, centred + 2 * weight + 4 * bias));
-  }
+  bool centred;
 };
 
 struct Gradients {
@@ -68,13 +58,13 @@ struct Gradients {
 };
 
 // What Python returns, or its error, with the global lock held.
-Gradients by_python(const Tensor& grad_output, const Tensor& grad_sum, const variable_list& saved, double eps,
-                    bool centred, bool need_weight, bool need_bias) {
+Gradients by_python(const Tensor& grad_output, const Tensor& grad_sum, const variable_list& saved,
+                    const Options& options, bool need_weight, bool need_bias) {
   const pybind11::gil_scoped_acquire lock;
   const auto wrap = [](const Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); };
   const pybind11::object inputs = pybind11::make_tuple(wrap(saved[0]), wrap(saved[1]), wrap(saved[2]));
   const pybind11::object result = pybind11::reinterpret_borrow<pybind11::object>(long_way)(
-      wrap(grad_output), wrap(grad_sum), inputs, eps, centred, need_weight, need_bias);
+      wrap(grad_output), wrap(grad_sum), inputs, options.eps, options.centred, need_weight, need_bias);
   const auto unwrap = [&](int i) {
     const pybind11::object t = result[pybind11::int_(i)];
     return t.is_none() ? Tensor() : THPVariable_Unpack(t.ptr());
@@ -82,14 +72,13 @@ Gradients by_python(const Tensor& grad_output, const Tensor& grad_sum, const var
   return {unwrap(0), unwrap(1), unwrap(2)};
 }
 
-Gradients norm_gradients(AutogradContext* ctx, const Tensor& grad_output, const Tensor& grad_sum, bool need_weight,
-                         bool need_bias) {
-  const variable_list saved = ctx->get_saved_variables();
+// saved: what was normalised, weight, bias.
+Gradients norm_gradients(const Tensor& grad_output, const Tensor& grad_sum, const variable_list& saved,
+                         const Options& options, bool need_weight, bool need_bias) {
   const Tensor &input = saved[0], &weight = saved[1], &bias = saved[2];
   DirectNorm norm{};
-  const Kept kept(ctx);
-  norm.eps = kept.eps;
-  norm.centred = kept.centred;
+  norm.eps = options.eps;
+  norm.centred = options.centred;
   const auto like_input = [&](const Tensor& grad) {
     return plain(grad) && grad.scalar_type() == input.scalar_type() && grad.sizes() == input.sizes();
   };
@@ -98,7 +87,7 @@ Gradients norm_gradients(AutogradContext* ctx, const Tensor& grad_output, const 
   direct = direct && like_input(grad_output) && (!grad_sum.defined() || like_input(grad_sum));
   direct = direct && plain_parameter(weight, input.size(-1), norm.weight_dtype) &&
            plain_parameter(bias, input.size(-1), norm.bias_dtype);
-  if (!direct) return by_python(grad_output, grad_sum, saved, norm.eps, norm.centred, need_weight, need_bias);
+  if (!direct) return by_python(grad_output, grad_sum, saved, options, need_weight, need_bias);
 
   const at::AutoDispatchBelowADInplaceOrView below;
   norm.columns = input.size(-1);
@@ -111,82 +100,141 @@ Gradients norm_gradients(AutogradContext* ctx, const Tensor& grad_output, const 
   return g;
 }
 
-void keep(AutogradContext* ctx, const Tensor& normalised, const std::optional<Tensor>& weight,
-          const std::optional<Tensor>& bias, const Options& options) {
-  ctx->save_for_backward({normalised, weight.value_or(Tensor()), bias.value_or(Tensor())});
-  Kept::store(ctx, options.eps, options.centred, weight.has_value(), bias.has_value());
+// The edges are those of the inputs that were normalised (one, or the two terms of a sum), of weight and of bias; an
+// edge that leads nowhere where one is not there. The gradients that come in are the output's, and the sum's where it
+// can have one.
+template <int kInputs>
+struct NormNode : Node {
+  Options options;
+  SavedVariable normalised, weight, bias;
+
+  std::string name() const override { return kInputs == 1 ? "LayerNormNode" : "AddLayerNormNode"; }
+
+  static variable_list gradients(const variable_list& grads, const variable_list& saved, const Options& options,
+                                 const std::vector<bool>& needs) {
+    variable_list found(kInputs + 2);
+    const Tensor sum = grads.size() > 1 ? grads[1] : Tensor();
+    const auto of_inputs = [&](const Tensor& grad) {
+      for (int n = 0; n < kInputs; ++n)
+        if (needs[n]) found[n] = grad;
+    };
+    if (!grads[0].defined()) {  // the sum alone was used, or nothing
+      of_inputs(sum);
+      return found;
+    }
+    const Gradients g = norm_gradients(grads[0], sum, saved, options, needs[kInputs], needs[kInputs + 1]);
+    of_inputs(g.normalised);
+    found[kInputs] = g.weight;
+    found[kInputs + 1] = g.bias;
+    return found;
+  }
+
+  // Once a backward pass: a checkpoint refuses a second time.
+  variable_list saved_variables() { return {normalised.unpack(this->getptr()), weight.unpack(), bias.unpack()}; }
+  std::vector<bool> needs() const {
+    std::vector<bool> wanted;
+    for (size_t n = 0; n < kInputs + 2; ++n) wanted.push_back(this->task_should_compute_output(n));
+    return wanted;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(this->mutex_);
+    return gradients(grads, grads[0].defined() ? saved_variables() : variable_list(), options, needs());
+  }
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(this->mutex_);
+    for (SavedVariable* saved : {&normalised, &weight, &bias}) saved->reset_data();
+  }
+
+  // For compiled autograd, which calls `gradients` as an opaque function of a graph.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(name());
+    args.collect(options.eps);
+    args.collect(options.centred);
+    args.collect(normalised, kInputs == 2);
+    args.collect(weight, false);
+    args.collect(bias, false);
+  }
+  static variable_list of_packed(const variable_list& grads, const std::vector<c10::IValue>& values) {
+    torch::dynamo::autograd::PackedArgs packed(values);
+    const auto saved = packed.template unpack<variable_list>();
+    const auto eps = packed.template unpack<double>();
+    const auto centred = packed.template unpack<bool>();
+    return gradients(grads, saved, {eps, centred}, packed.template unpack<std::vector<bool>>());
+  }
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    using namespace torch::dynamo::autograd;
+    for (SavedVariable* saved : {&normalised, &weight, &bias}) swap.before(*saved);
+    PackedArgs packed;
+    packed.pack(saved_variables());
+    packed.pack(options.eps);
+    packed.pack(options.centred);
+    packed.pack(needs());
+    const auto values = std::move(packed).vec();
+    std::vector<at::TypePtr> types;
+    for (const c10::IValue& value : values)
+      types.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
+    const auto& compiler = getPyCompilerInterface();
+    const auto function = compiler->bind_function(swap.get_py_compiler(), name(), of_packed, types, true, false);
+    const auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        get_input_metadata(this->next_edges()));
+    variable_list found =
+        compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads, values, metadata);
+    for (SavedVariable* saved : {&normalised, &weight, &bias}) swap.after(*saved);
+    return found;
+  }
+};
+
+// A node that owns itself as this torch's nodes do.
+template <class N, class Pointer = std::decay_t<decltype(std::declval<Node&>().getptr())>>
+Pointer make_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return Pointer(new N, [](auto* node) { deleteNode(node); });
+  } else {
+    return Pointer(c10::make_intrusive<N>());
+  }
 }
 
-// Edges exist for the parameters that there are.
-struct Needs {
-  bool weight, bias;
-  Needs(AutogradContext* ctx, size_t edge) {
-    const Kept kept(ctx);
-    weight = kept.weight && ctx->needs_input_grad(edge);
-    bias = kept.bias && ctx->needs_input_grad(edge + kept.weight);
-  }
-};
+Tensor optional(PyObject* object) { return object == Py_None ? Tensor() : THPVariable_Unpack(object); }
 
-struct LayerNormNode : torch::autograd::Function<LayerNormNode> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const std::optional<Tensor>& weight,
-                        const std::optional<Tensor>& bias, const Options& options) {
-    keep(ctx, input, weight, bias, options);
-    return options.output;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Needs needs(ctx, 1);
-    const Gradients g = norm_gradients(ctx, grads[0], Tensor(), needs.weight, needs.bias);
-    return {g.normalised, g.weight, g.bias, Tensor()};
-  }
-};
-
-struct AddLayerNormNode : torch::autograd::Function<AddLayerNormNode> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& residual,
-                               const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                               const Options& options) {
-    ctx->set_materialize_grads(false);
-    if (!(input.requires_grad() || residual.requires_grad())) ctx->mark_non_differentiable({options.sum});
-    keep(ctx, options.sum, weight, bias, options);
-    return {options.output, options.sum};
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const bool input = ctx->needs_input_grad(0), residual = ctx->needs_input_grad(1);
-    const auto of_sum = [&](const Tensor& grad, const Tensor& weight, const Tensor& bias) -> variable_list {
-      return {input ? grad : Tensor(), residual ? grad : Tensor(), weight, bias, Tensor()};
-    };
-    if (!grads[0].defined()) return of_sum(grads[1], Tensor(), Tensor());  // the sum alone was used
-    const Needs needs(ctx, 2);
-    const Gradients g = norm_gradients(ctx, grads[0], grads[1], needs.weight, needs.bias);
-    return of_sum(g.normalised, g.weight, g.bias);
-  }
-};
-
-std::optional<Tensor> optional(PyObject* object) {
-  return object == Py_None ? std::nullopt : std::optional(THPVariable_Unpack(object));
+// The results' history: made by a node of these edges. The sum is the second result, kept as what it is.
+template <int kInputs>
+void remember(const variable_list& results, torch::autograd::edge_list&& edges, bool sum_differentiable,
+              const Tensor& input, PyObject* const* parameters) {
+  const auto node = make_node<NormNode<kInputs>>();
+  auto& fields = static_cast<NormNode<kInputs>&>(*node);
+  node->set_next_edges(std::move(edges));
+  fields.options = {PyFloat_AsDouble(parameters[2]), PyObject_IsTrue(parameters[3]) == 1};
+  torch::autograd::set_history(results[0], node);
+  const bool output = kInputs == 2 && sum_differentiable;
+  if (output) torch::autograd::set_history(results[1], node);
+  fields.normalised = SavedVariable(kInputs == 2 ? results[1] : input, output);
+  fields.weight = SavedVariable(optional(parameters[0]), false);
+  fields.bias = SavedVariable(optional(parameters[1]), false);
 }
 
 // As the Functions' apply: (results, input, weight, bias, eps, centred), with a residual behind input for a sum.
 PyObject* apply(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  const Options options{THPVariable_Unpack(PyTuple_GET_ITEM(arguments[0], 0)), Tensor(), PyFloat_AsDouble(arguments[4]),
-                        PyObject_IsTrue(arguments[5]) == 1};
-  return THPVariable_Wrap(
-      LayerNormNode::apply(THPVariable_Unpack(arguments[1]), optional(arguments[2]), optional(arguments[3]), options));
+  PyObject* output = PyTuple_GET_ITEM(arguments[0], 0);
+  const Tensor& input = THPVariable_Unpack(arguments[1]);
+  remember<1>({THPVariable_Unpack(output)},
+              torch::autograd::collect_next_edges(input, optional(arguments[2]), optional(arguments[3])), false, input,
+              arguments + 2);
+  Py_INCREF(output);
+  return output;
   END_HANDLE_TH_ERRORS
 }
 PyObject* apply_added(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   PyObject* results = arguments[0];
-  const Options options{THPVariable_Unpack(PyTuple_GET_ITEM(results, 0)),
-                        THPVariable_Unpack(PyTuple_GET_ITEM(results, 1)), PyFloat_AsDouble(arguments[5]),
-                        PyObject_IsTrue(arguments[6]) == 1};
-  const variable_list outputs =
-      AddLayerNormNode::apply(THPVariable_Unpack(arguments[1]), THPVariable_Unpack(arguments[2]),
-                              optional(arguments[3]), optional(arguments[4]), options);
-  PyObject* both = PyTuple_New(2);  // which takes over what it is given: PyTuple_Pack would hold it for ever
-  PyTuple_SET_ITEM(both, 0, THPVariable_Wrap(outputs[0]));
-  PyTuple_SET_ITEM(both, 1, THPVariable_Wrap(outputs[1]));
-  return both;
+  const Tensor &input = THPVariable_Unpack(arguments[1]), &residual = THPVariable_Unpack(arguments[2]);
+  remember<2>({THPVariable_Unpack(PyTuple_GET_ITEM(results, 0)), THPVariable_Unpack(PyTuple_GET_ITEM(results, 1))},
+              torch::autograd::collect_next_edges(input, residual, optional(arguments[3]), optional(arguments[4])),
+              input.requires_grad() || residual.requires_grad(), input, arguments + 3);
+  Py_INCREF(results);
+  return results;
   END_HANDLE_TH_ERRORS
 }
 
