@@ -77,6 +77,36 @@ SK_DEVICE float reciprocal(float x) {
   return y;
 }
 
+// 2^x to the last two places; what would be below 2^-126 is 0.
+SK_DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// x, about which the compiler knows nothing: what is made of it is computed where it is used, and not kept in registers
+// through a loop around that place.
+SK_DEVICE int unknown(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Two numbers of 16 bits in a word, the first in the low half.
+template <class T>
+SK_DEVICE uint32_t narrow_pair(float first, float second);
+template <>
+SK_DEVICE uint32_t narrow_pair<BFloat16>(float first, float second) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+  return y;
+}
+template <>
+SK_DEVICE uint32_t narrow_pair<Half>(float first, float second) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+  return y;
+}
+
 // ---- instructions --------------------------------------------------------------------------------------------------
 
 // a b, rounded: never one half of a multiply-add.
@@ -93,6 +123,14 @@ SK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(
 SK_DEVICE void cp_async_16(void* shared, const void* global, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                : "memory");
+}
+// The same of 16 bytes that are there or not: then 0, and nothing is read. A sixth of the other's instructions.
+SK_DEVICE void cp_async_16_if(void* shared, const void* global, bool there) {
+  asm volatile(
+      "{\n .reg .pred absent;\n setp.eq.u32 absent, %2, 0;\n"
+      " cp.async.cg.shared.global [%0], [%1], 16, absent;\n}" ::"r"(shared_address(shared)),
+      "l"(global), "r"(static_cast<uint32_t>(there))
+      : "memory");
 }
 // Closes the group of what was asked for since the last one.
 SK_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -306,6 +306,15 @@ struct Narrow<Half> {
 };
 
 inline float reciprocal(float x) { return 1.0f / x; }
+inline int unknown(int x) { return x; }
+template <class T>
+inline uint32_t narrow_pair(float first, float second) {
+  return Narrow<T>::from(first).bits | static_cast<uint32_t>(Narrow<T>::from(second).bits) << 16;
+}
+inline float power_of_two(float x) {
+  const float y = exp2f(x);
+  return y < 0x1p-126f ? 0.0f : y;  // NaN stays
+}
 
 // ---- instructions --------------------------------------------------------------------------------------------------
 
@@ -317,6 +326,9 @@ A product(A a, A b) {
 }
 inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(simt::offset(*simt::running->block, p)); }
 inline void cp_async_16(void* shared, const void* global, int bytes = 16) { simt::copy_async(shared, global, bytes); }
+inline void cp_async_16_if(void* shared, const void* global, bool there) {
+  simt::copy_async(shared, global, there ? 16 : 0);
+}
 inline void cp_async_commit() { simt::copy_commit(); }
 template <int N>
 inline void cp_async_wait() {

@@ -101,6 +101,7 @@ std::string waiting() {
         result += text(": mask %08x, lanes %08x have not come", c.mask, c.mask & ~c.arrived);
       }
     }
+    result += waiting_async(f);
     for (const Mbarrier& m : f.block->mbarriers) {
       if (m.word == f.payload && strcmp(f.waits, "mbarrier_done") == 0) {
         result += text(": the one at offset %td lacks %u arrivals and %lld bytes", offset(*f.block, m.word), m.pending,
@@ -119,6 +120,7 @@ void leave() {
   Block& block = *self.block;
   Warp& warp = *self.warp;
   finish_copies(self);
+  leave_async(self);
   if (block.arrived > 0) {
     fail("divergent barrier: the thread ends while %u others of its block wait at %s (%s:%d)", block.arrived,
          block.barrier, base_name(block.at.file), block.at.line);
@@ -180,6 +182,7 @@ void fail_in_hook(const std::string& message) {
 }
 
 void wait(const char* what, const Place& at) {
+  step_async();
   running->waits = what;
   running->at = at;
   transfer(pick());
@@ -206,9 +209,10 @@ void poll(const char* what, const Place& at) {
     running->waits = what == nullptr ? "pause" : what;
     running->at = at;
   }
+  const bool loads = step_async();
   if (!machine.stores.empty()) {
     if (random_bits() % 4 == 0) deliver_one();
-  } else if (++machine.idle > kPollsEach * (machine.ready.size() + 1)) {
+  } else if (!loads && ++machine.idle > kPollsEach * (machine.ready.size() + 1)) {
     throw std::runtime_error(text("%s: livelock on the host executor (seed %llu): threads poll, and nothing changes.",
                                   machine.op, static_cast<unsigned long long>(machine.seed)) +
                              waiting());

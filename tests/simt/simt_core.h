@@ -39,6 +39,7 @@ struct Place {
 struct Block;
 struct Warp;
 struct Cluster;
+struct Async;  // simt_async.h
 
 // 16 bytes on their way to shared memory: read when they are asked for or when they arrive, either is right.
 struct Copy {
@@ -117,6 +118,8 @@ struct Block {
   Place at;
   int sum, result;
   std::vector<Mbarrier> mbarriers;
+  std::shared_ptr<Async> async;
+  size_t first_actor;  // for simt_race.h
 };
 
 struct Cluster {
@@ -203,6 +206,15 @@ inline std::ptrdiff_t offset(const Block& block, const void* p) {
 void finish_copies(Fiber& fiber);
 void leave_cluster(Fiber& fiber);
 void deliver_one();
+// What goes on behind the threads' backs (simt_hopper.cpp): between two groups of blocks; some of it may happen now,
+// true where something is left that others may wait for; what a thread leaves; for a report, where it waits.
+void start_async();
+bool step_async();
+void leave_async(Fiber& fiber);
+std::string waiting_async(const Fiber& fiber);
+// As if `bytes` arrived at the mbarrier (simt_memory.cpp), which is there.
+void check_barrier(const char* what, uint64_t* word);
+void complete_bytes(const char* what, Block& block, uint64_t* word, unsigned bytes, const Clock& past);
 
 // What simt_launch.cpp needs of the scheduler. The blocks that run now (others have no fibers), where a fiber starts,
 // going to a fiber or to the launching thread (null), the one to go on with, and who waits where, a dozen groups at

@@ -1,5 +1,7 @@
-// The host half of csrc/common/cuda_launch.h for CPU tensors, which stand for the GPU's memory here.
+// The host half of csrc/common/cuda_launch.h and hopper_launch.h for CPU tensors, which stand for the GPU's memory
+// here.
 #include "cuda_launch.h"
+#include "hopper_launch.h"
 
 namespace seqkern {
 
@@ -24,6 +26,21 @@ int resident_blocks(const char* op, const void*, const LaunchShape& shape) {
 int resident_clusters(const char* op, const void* kernel, const LaunchShape& shape) {
   resident_blocks(op, kernel, shape);
   return simt::resident_clusters(shape.block, shape.shared_bytes, shape.cluster);
+}
+
+TensorMap tensor_map(const char* op, Dtype dtype, const void* data, const int64_t (&sizes)[4],
+                     const int64_t (&strides)[4], const int (&box)[4]) {
+  const char* refusal = tensor_map_refusal(dtype, data, sizes, strides, box);
+  SK_CHECK(refusal == nullptr, op, ": no tensor map: ", refusal);
+  TensorMap map;
+  map.data = static_cast<const unsigned char*>(data);
+  for (int i = 0; i < 4; ++i) {
+    map.sizes[i] = sizes[i];
+    map.strides[i] = strides[i];
+    map.box[i] = box[i];
+  }
+  map.known = simt::kKnownMap;
+  return map;
 }
 
 // Every tensor on memory of its own, whose ends AddressSanitizer knows.

@@ -42,12 +42,13 @@ void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, uns
   block.barrier = nullptr;
   block.sum = block.result = 0;
   block.mbarriers.clear();
+  block.async = nullptr;
   void* memory = nullptr;
   size_t guard = kGuard;
 #if defined(SIMT_ASAN)
   guard = 0;  // it has its own
 #endif
-  if (posix_memalign(&memory, 128, std::max<size_t>(1, machine.shared_bytes + guard)) != 0) throw std::bad_alloc();
+  if (posix_memalign(&memory, 1024, std::max<size_t>(1, machine.shared_bytes + guard)) != 0) throw std::bad_alloc();
   block.shared = static_cast<unsigned char*>(memory);
   memset(block.shared, kNaN, machine.shared_bytes);
   memset(block.shared + machine.shared_bytes, kGuardByte, guard);
@@ -109,6 +110,7 @@ void run_together(const size_t* units, size_t count, unsigned size) {
   unsigned next_fiber = 0;
   machine.ready.clear();
   machine.stores.clear();
+  start_async();
   machine.idle = 0;
   while (clusters.size() < count) clusters.push_back(std::make_unique<Cluster>());
   while (blocks.size() < count * size) blocks.push_back(std::make_unique<Block>());
@@ -126,7 +128,9 @@ void run_together(const size_t* units, size_t count, unsigned size) {
     }
   }
   machine.alive = next_fiber;
-  race_start(next_fiber);
+  const size_t actors = blocks[0]->threads / 128 + 2;
+  for (size_t i = 0; i < blocks.size(); ++i) blocks[i]->first_actor = next_fiber + i * actors;
+  race_start(next_fiber, actors);
   for (size_t i = machine.ready.size(); i > 1; --i) std::swap(machine.ready[i - 1], machine.ready[random_below(i)]);
   transfer(pick());
   if (machine.error.empty() && machine.alive > 0) {

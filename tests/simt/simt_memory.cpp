@@ -213,6 +213,7 @@ void barrier_arrive(uint64_t* word, unsigned bytes) {
   const char* what = bytes == 0 ? "mbarrier_arrive" : "mbarrier_arrive_expect";
   Mbarrier& m = find(block, what, word);
   m.bytes += bytes;
+  if (m.bytes >= 1 << 20) fail("%s: %lld bytes expected at one time", what, static_cast<long long>(m.bytes));
   take_arrival(m, block, what);
   maybe_yield();
 }
@@ -239,6 +240,15 @@ bool barrier_done(uint64_t* word, unsigned parity, const Place& at) {
   running->waits = nullptr;
   race_acquire(find(block, "mbarrier_done", word).past);
   return true;
+}
+
+void check_barrier(const char* what, uint64_t* word) { find(*running->block, what, word); }
+
+void complete_bytes(const char* what, Block& block, uint64_t* word, unsigned bytes, const Clock& past) {
+  Mbarrier& m = find(block, what, word);
+  m.bytes -= bytes;
+  race_merge(m.past, past);
+  settle(m);
 }
 
 void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4]) {

@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <unordered_map>
@@ -39,6 +40,9 @@ struct Time {
 
 std::vector<Time> times;
 std::vector<Fiber*> who;
+size_t actors_each = 0;
+uint32_t actor = 0;                         // who looks: 0 for the running thread
+std::vector<std::vector<uint32_t>> fences;  // of each thread, for asynchronous readers: when
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 std::unordered_map<const void*, Clock> words;
 Page* last_page = nullptr;
@@ -53,7 +57,15 @@ Page& page_of(uintptr_t number) {
 }
 
 bool seen(const Time& time, uint32_t self, const Access& access) {
-  return access.clock == 0 || access.thread == self || (*time.seen)[access.thread] >= access.clock;
+  // An actor does many things, in no order among themselves.
+  if (access.clock == 0 || (access.thread == self && actor == 0)) return true;
+  return (*time.seen)[access.thread] >= access.clock;
+}
+// Whether that thread has fenced what it wrote, as far as `time` has seen.
+bool fenced(const Time& time, const Access& writer) {
+  const auto& own = fences[writer.thread];
+  const auto found = std::lower_bound(own.begin(), own.end(), writer.clock);
+  return found != own.end() && *found <= (*time.seen)[writer.thread];
 }
 
 void join(std::vector<uint32_t>& into, const std::vector<uint32_t>& other) {
@@ -110,9 +122,20 @@ std::string place(const void* at) {
   return result;
 }
 
+// In the order of simt_async.h.
+std::string actor_name(size_t n) {
+  if (n + 2 < actors_each) return text("a wgmma of warpgroup %zu", n);
+  return n + 2 == actors_each ? "a TMA load" : "a TMA store or bulk addition";
+}
+
 [[noreturn]] void report(const unsigned char* p, const char* verb, const void* at, const char* other_verb,
-                         const Access& other) {
-  const Fiber& f = *who[other.thread];
+                         const Access& other, bool unfenced = false) {
+  const uint32_t threads = static_cast<uint32_t>(who.size());
+  const bool thread = other.thread < threads;
+  const Block& b = thread ? *who[other.thread]->block : *blocks[(other.thread - threads) / actors_each];
+  const std::string name = thread ? text("thread (%u, %u, %u)", who[other.thread]->thread.x,
+                                         who[other.thread]->thread.y, who[other.thread]->thread.z)
+                                  : actor_name((other.thread - threads) % actors_each);
   std::string memory = "global memory";
   for (const auto& block : blocks) {
     if (!block->fibers.empty() && p >= block->shared && p < block->shared + machine.shared_bytes) {
@@ -121,10 +144,10 @@ std::string place(const void* at) {
     }
   }
   const std::string here = place(at), there = place(other.at);
-  fail_in_hook(
-      text("race: it %s (%s) %s what block (%u, %u, %u) thread (%u, %u, %u) %s (%s), and nothing orders the two", verb,
-           here.c_str(), memory.c_str(), f.block->index.x, f.block->index.y, f.block->index.z, f.thread.x, f.thread.y,
-           f.thread.z, other_verb, there.c_str()));
+  const std::string it = actor == 0 ? "it" : actor_name((actor - threads) % actors_each);
+  fail_in_hook(text("race: %s %s (%s) %s what block (%u, %u, %u) %s %s (%s), and %s", it.c_str(), verb, here.c_str(),
+                    memory.c_str(), b.index.x, b.index.y, b.index.z, name.c_str(), other_verb, there.c_str(),
+                    unfenced ? "no fence_async_shared there comes in between" : "nothing orders the two"));
 }
 
 // Of the thread alone, or of the executor.
@@ -133,14 +156,17 @@ bool own(const void* p) {
   return (p >= stack && p < stack + running->context.stack_bytes) || (p >= &machine && p < &machine + 1);
 }
 
-void look(const void* p, size_t bytes, bool writes, const void* at) {
-  const uint32_t self = running->together;
+void look(const void* p, size_t bytes, bool writes, const void* at, bool proxy = false) {
+  const uint32_t self = actor == 0 ? running->together : actor;
   const Time& time = times[self];
   for (size_t i = 0; i < bytes; ++i) {
     const auto address = reinterpret_cast<uintptr_t>(p) + i;
     Cell& cell = page_of(address / kPage).cells[address % kPage];
     const auto* byte = static_cast<const unsigned char*>(p) + i;
     if (!seen(time, self, cell.writer)) report(byte, writes ? "writes" : "reads", at, "wrote", cell.writer);
+    if (proxy && cell.writer.clock != 0 && cell.writer.thread < who.size() && !fenced(time, cell.writer)) {
+      report(byte, writes ? "writes" : "reads", at, "wrote", cell.writer, true);
+    }
     if (writes) {
       for (Access& reader : cell.readers) {
         if (!seen(time, self, reader)) report(byte, "writes", at, "read", reader);
@@ -151,7 +177,7 @@ void look(const void* p, size_t bytes, bool writes, const void* at) {
       // In the place of a read that this one makes superfluous, of none, or of any.
       int slot = -1;
       for (int r = 0; r < kReaders && slot < 0; ++r) {
-        if (seen(time, self, cell.readers[r])) slot = r;
+        if (cell.readers[r].thread == self || seen(time, self, cell.readers[r])) slot = r;
       }
       if (slot < 0) slot = static_cast<int>(random_below(kReaders));
       cell.readers[slot] = {self, time.now, at};
@@ -169,12 +195,16 @@ void hook(const void* p, size_t bytes, bool writes, const void* at) {
 
 }  // namespace
 
-void race_start(size_t threads) {
+void race_start(size_t threads, size_t actors) {
+  actor = 0;
+  actors_each = actors;
+  fences.assign(threads, {});
+  const size_t all = threads + actors * blocks.size();
   pages.clear();
   words.clear();
   last_page = nullptr;
-  const Clock none = std::make_shared<std::vector<uint32_t>>(threads, 0);
-  times.assign(threads, {none, 1, nullptr});
+  const Clock none = std::make_shared<std::vector<uint32_t>>(all, 0);
+  times.assign(all, {none, 1, nullptr});
   who.clear();
   for (const auto& block : blocks) who.insert(who.end(), block->fibers.begin(), block->fibers.end());
 }
@@ -229,6 +259,29 @@ void race_fence() {
   race_release(past);
   times[running->together].fenced = past;
 }
+void race_release_least(Clock& at) {
+  const Clock own = past(running->together, nullptr);
+  ++times[running->together].now;
+  if (at == nullptr) {
+    at = own;
+    return;
+  }
+  auto least = std::make_shared<std::vector<uint32_t>>(*at);
+  for (size_t i = 0; i < least->size(); ++i) (*least)[i] = std::min((*least)[i], (*own)[i]);
+  at = least;
+}
+void race_actor(size_t number, const Clock& past, Clock* clock) {
+  actor = static_cast<uint32_t>(number);
+  Time& time = times[number];
+  time.seen = past;
+  auto own = std::make_shared<std::vector<uint32_t>>(times.size(), 0);
+  (*own)[number] = ++time.now;
+  *clock = own;
+}
+void race_actor_end() { actor = 0; }
+void race_actor_read(const void* p, size_t bytes, bool shared, const void* at) { look(p, bytes, false, at, shared); }
+void race_actor_write(const void* p, size_t bytes, bool shared, const void* at) { look(p, bytes, true, at, shared); }
+void race_proxy_fence() { fences[running->together].push_back(times[running->together].now++); }
 void race_read(const void* p, size_t bytes, const void* at) { look(p, bytes, false, at); }
 void race_write(const void* p, size_t bytes, const void* at) { look(p, bytes, true, at); }
 

@@ -6,6 +6,8 @@
 // writer and some of its readers: "FastTrack", Flanagan and Freund, 2009.
 //   __syncthreads, cluster barriers, __syncwarp      all threads that come have seen each other's past
 //   mbarriers, store_release, add_release            who waits or acquires has seen the past of who arrived or released
+//   named barriers                                   who waits has seen the past of all that came
+//   wgmma_wait, bulk_wait                            what the product or the copy has read and written
 //   atomics, store_fresh_16                          what was before the writer's last __threadfence
 // Shuffles, votes, mma and ldmatrix order nothing, as CUDA has it.
 #pragma once
@@ -23,7 +25,8 @@ struct Cluster;
 using Clock = std::shared_ptr<const std::vector<uint32_t>>;
 
 #if defined(SIMT_RACE)
-void race_start(size_t threads);  // those that run together; nothing is remembered of others
+// Those that run together, so many actors for each block; nothing is remembered of others.
+void race_start(size_t threads, size_t actors_each);
 void race_sync(Block& block);
 void race_sync(Warp& warp, unsigned mask);
 void race_release(Clock& at);  // adds the running thread's past
@@ -36,8 +39,17 @@ void race_merge(Clock& at, const Clock& other);
 // By the executor, for an instruction at that place of the code.
 void race_read(const void* p, size_t bytes, const void* at);
 void race_write(const void* p, size_t bytes, const void* at);
+// What goes on behind the threads' backs reads and writes as an actor, number `actor`, that has seen `past` and nothing
+// else; `clock` becomes what its waiter acquires. Of shared memory that was written in the ordinary way it wants a
+// race_proxy_fence by who wrote.
+void race_release_least(Clock& at);  // of several threads: what all of them have seen
+void race_actor(size_t actor, const Clock& past, Clock* clock);
+void race_actor_read(const void* p, size_t bytes, bool shared, const void* at);
+void race_actor_write(const void* p, size_t bytes, bool shared, const void* at);
+void race_actor_end();
+void race_proxy_fence();
 #else
-inline void race_start(size_t) {}
+inline void race_start(size_t, size_t) {}
 inline void race_sync(Block&) {}
 inline void race_sync(Warp&, unsigned) {}
 inline void race_release(Clock&) {}
@@ -49,6 +61,12 @@ inline void race_fence() {}
 inline void race_merge(Clock&, const Clock&) {}
 inline void race_read(const void*, size_t, const void*) {}
 inline void race_write(const void*, size_t, const void*) {}
+inline void race_release_least(Clock&) {}
+inline void race_actor(size_t, const Clock&, Clock*) {}
+inline void race_actor_read(const void*, size_t, bool, const void*) {}
+inline void race_actor_write(const void*, size_t, bool, const void*) {}
+inline void race_actor_end() {}
+inline void race_proxy_fence() {}
 #endif
 
 }  // namespace simt
