@@ -109,12 +109,7 @@ struct Few {
 std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optional<Tensor>& sinks) {
   const Problem p = check(a);
   const AttentionShape& shape = p.shape;
-  if (sinks) {
-    check_cpu(*sinks, a.op, "sinks");
-    check_dim(*sinks, 1, a.op, "sinks");
-    check_type(*sinks, p.acc, a.op, "sinks");
-    check_size(*sinks, 0, p.heads, a.op, "sinks");
-  }
+  check_attention_sinks(a, p, sinks);
   const std::optional<Tensor> sink_row = sinks ? std::optional(as_contiguous(*sinks)) : std::nullopt;
   const Tensor out = p.rows_tensor(a.query, p.heads, p.query_rows, shape.value_dim);
   const Tensor lse = empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc);
@@ -423,29 +418,7 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const st
   const char* op = a.op;
   Problem p = check(a);
   AttentionShape& shape = p.shape;
-  for (const auto& [name, t] : {std::pair{"grad_out", &grad_out}, std::pair{"out", &out}}) {
-    check_cpu(*t, op, name);
-    check_dim(*t, 4, op, name);
-    check_type(*t, p.type, op, name);
-    check_size(*t, 0, p.batch, op, name);
-    check_size(*t, 1, p.heads, op, name);
-    check_size(*t, 2, p.query_rows, op, name);
-    check_size(*t, 3, shape.value_dim, op, name);
-  }
-  for (const auto& [name, t] : {std::pair{"lse", &lse}, std::pair{"grad_lse", grad_lse ? &*grad_lse : &lse}}) {
-    check_cpu(*t, op, name);
-    check_dim(*t, 3, op, name);
-    check_type(*t, p.acc, op, name);
-    check_size(*t, 0, p.batch, op, name);
-    check_size(*t, 1, p.heads, op, name);
-    check_size(*t, 2, p.query_rows, op, name);
-  }
-  SK_CHECK(!need_slopes || p.slopes, op, ": need_slopes without alibi_slopes");
-  if (need_mask) {
-    SK_CHECK(p.mask && shape.mask != MaskType::boolean, op, ": need_mask without a mask of floating-point numbers");
-    check_size(*p.mask, 2, a.max_queries, op, "attn_mask");
-    check_size(*p.mask, 3, a.max_keys, op, "attn_mask");
-  }
+  check_attention_gradients(a, p, grad_out, grad_lse, out, lse, need_mask, need_slopes);
   shape.need_mask = need_mask;
   shape.need_slopes = need_slopes;
   const AttentionKernels& kernels = kernels_for(shape);

@@ -5,20 +5,10 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_arguments.h"
 #include "tensor.h"
 
 namespace seqkern {
-
-// The arguments that forward and backward share, as they come.
-struct AttentionArguments {
-  const char* op;
-  const Tensor &query, &key, &value;
-  const std::optional<Tensor>&attn_mask, &query_starts, &key_starts, &key_lengths, &alibi_slopes, &seed;
-  int64_t max_queries, max_keys, diagonal;
-  bool lower_right;
-  int64_t left, right;
-  double scale, softcap, dropout_p;
-};
 
 // A sequence and its rows in the tensors: those of dimension 0 at `batch` (dense), or a range of all rows (packed).
 struct Sequence {
@@ -27,21 +17,14 @@ struct Sequence {
   int64_t key_rows;  // of which key_lengths may have hidden the last ones
 };
 
-struct Problem {
+struct Problem : AttentionSizes {
   AttentionShape shape;
-  ScalarType type, acc;
-  int64_t batch, heads, kv_heads, group;  // group: query heads per key head
-  int64_t query_rows, key_rows;           // of the tensors: their dimension 2
-  bool packed;                            // several sequences in the rows of one batch, laid out (rows, heads, dim)
   std::vector<Sequence> sequences;
   std::optional<Tensor> mask, slopes;
-  int64_t mask_strides[4] = {};  // 0 where it broadcasts
 
   // One number a query: the index of a head's first row.
   int64_t row(const Sequence& s, int64_t head) const { return (s.batch * heads + head) * query_rows + s.query_row; }
   AttentionBias bias(const Sequence& s, int64_t head) const;
-  // Uninitialised, (batch, heads, rows, dim): contiguous, or a view of (rows, heads, dim) where sequences are packed.
-  Tensor rows_tensor(const Tensor& like, int64_t heads, int64_t rows, int64_t dim) const;
 };
 
 // A (batch, heads, rows, columns) tensor whose last dimension is contiguous.
