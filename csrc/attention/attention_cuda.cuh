@@ -78,7 +78,7 @@ struct AttentionCuda {
 
   // Whether a score is more than scale q.k, or may be dropped. Scales <= 0 count too: the others may look for a row's
   // maximum before they multiply.
-  SK_DEVICE bool plain() const {
+  __host__ __device__ bool plain() const {
     return softcap == 0 && slopes == nullptr && mask == nullptr && seed == nullptr && scale > 0;
   }
 };
@@ -179,13 +179,25 @@ SK_DEVICE AttentionHead head_of(const AttentionCuda& p, int64_t s, int64_t head)
 
 // What the mask adds to score (i, j), which must lie within it. Additive masks are read as they are: the most negative
 // finite number stays finite, and a row of nothing else is uniform.
+template <MaskType kType>
 SK_DEVICE float mask_value(const AttentionCuda& p, const AttentionHead& head, int i, int j) {
   const int64_t at = i * p.mask_strides[2] + j * p.mask_strides[3];
+  if constexpr (kType == MaskType::boolean) {
+    return reinterpret_cast<const uint8_t*>(head.mask)[at] != 0 ? 0.0f : -INFINITY;
+  } else if constexpr (kType == MaskType::f32) {
+    return reinterpret_cast<const float*>(head.mask)[at];
+  } else if constexpr (kType == MaskType::bf16) {
+    return widen(reinterpret_cast<const BFloat16*>(head.mask)[at]);
+  } else {
+    return widen(reinterpret_cast<const Half*>(head.mask)[at]);
+  }
+}
+SK_DEVICE float mask_value(const AttentionCuda& p, const AttentionHead& head, int i, int j) {
   switch (p.mask_type) {
-    case MaskType::boolean: return reinterpret_cast<const uint8_t*>(head.mask)[at] != 0 ? 0.0f : -INFINITY;
-    case MaskType::f32: return reinterpret_cast<const float*>(head.mask)[at];
-    case MaskType::bf16: return widen(reinterpret_cast<const BFloat16*>(head.mask)[at]);
-    default: return widen(reinterpret_cast<const Half*>(head.mask)[at]);
+    case MaskType::boolean: return mask_value<MaskType::boolean>(p, head, i, j);
+    case MaskType::f32: return mask_value<MaskType::f32>(p, head, i, j);
+    case MaskType::bf16: return mask_value<MaskType::bf16>(p, head, i, j);
+    default: return mask_value<MaskType::f16>(p, head, i, j);
   }
 }
 
@@ -200,17 +212,22 @@ SK_DEVICE float attention_tanh(float x) {
   return a < 0.625f ? fmaf(x * square, p, x) : x < 0 ? -large : large;
 }
 
-// z of a visible pair within the sequence, in natural units, from its product q.k, and the tanh in it (`bent`, whose
-// 1 - bent^2 is dz / d(scale q.k); 0 without softcap).
+// What softcap makes of scale q.k, and the tanh in it, whose 1 - bent^2 is the derivative.
+SK_DEVICE float softcapped(const AttentionCuda& p, float z, float* bent) {
+  *bent = attention_tanh(z * (1.0f / p.softcap));
+  return *bent * p.softcap;
+}
+SK_DEVICE float distance_of(const AttentionPlace& at, int i, int j) {
+  return static_cast<float>(abs(i + at.diagonal - j));
+}
+
+// z of a visible pair within the sequence, in natural units, from its product q.k; bent: 0 without softcap.
 SK_DEVICE float biased(const AttentionCuda& p, const AttentionHead& head, const AttentionPlace& at, float product,
                        int i, int j, float* bent) {
   float z = product * p.scale;
   *bent = 0;
-  if (p.softcap != 0) {
-    *bent = attention_tanh(z / p.softcap);
-    z = *bent * p.softcap;
-  }
-  if (p.slopes != nullptr) z -= head.slope * static_cast<float>(abs(i + at.diagonal - j));
+  if (p.softcap != 0) z = softcapped(p, z, bent);
+  if (p.slopes != nullptr) z -= head.slope * distance_of(at, i, j);
   if (p.mask != nullptr) z += mask_value(p, head, i, j);
   return z;
 }

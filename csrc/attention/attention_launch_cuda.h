@@ -2,6 +2,8 @@
 // of its kernel.
 #pragma once
 
+#include <string>
+
 #include "attention_cuda.cuh"
 #include "cuda_launch.h"
 
@@ -34,6 +36,10 @@ struct AttentionBackwardCuda {
 
 void launch_attention_forward(const AttentionCall& call, const AttentionForwardCuda& forward);
 void launch_attention_backward(const AttentionCall& call, const AttentionBackwardCuda& backward);
+
+// For `explain`: which tiles they would take on the device of `like`, where nothing but the band concerns the scores.
+std::string attention_forward_tiles(const Tensor& like, Dtype dtype, int dim);
+std::string attention_backward_tiles(const Tensor& like, Dtype dtype, int dim);
 
 // For Hopper: whether its kernels serve a call, and the launch.
 bool hopper_serves_forward(const AttentionCall& call, const AttentionForwardCuda& forward);

@@ -38,49 +38,35 @@ struct Tile {
     return reinterpret_cast<T*>(tile + offset(row, column / kChunk)) + column % kChunk;
   }
 
-  // Rows [0, kRows) of the matrix at `from`, of which `rows` x `columns` are there and the rest is 0, by the block's
-  // kThreads threads. vectors: by cp.async, which the caller commits and waits for; else at once, element by element.
-  template <int kRows, int kThreads>
-  static SK_DEVICE void load(unsigned char* tile, const T* from, int64_t stride, int rows, int columns, bool vectors,
-                             int thread) {
-    if (vectors) {
-      for (int n = thread; n < kRows * kChunks; n += kThreads) {
-        const int row = n / kChunks, chunk = n % kChunks;
-        const int left = row < rows ? (columns - chunk * kChunk) * static_cast<int>(sizeof(T)) : 0;
-        const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
-        cp_async_16(tile + offset(row, chunk), bytes > 0 ? from + row * stride + chunk * kChunk : from, bytes);
-      }
-    } else {
-      for (int n = thread; n < kRows * kDim; n += kThreads) {
-        const int row = n / kDim, column = n % kDim;
-        T x{};
-        if (row < rows && column < columns) x = from[row * stride + column];
-        *element(tile, row, column) = x;
-      }
-    }
-  }
+  // ---- operands: `depth` is the place in the summed index, a multiple of Operand<T>::kDepth; rows and columns count
+  // from multiples of 8 ----------------------------------------------------------------------------------------------
 
-  // ---- operands: `depth` is the place in the summed index, a multiple of Operand<T>::kDepth ------------------------
+  // Where chunk `chunk` + `odd` of a row lies, for an even chunk, odd 0 or 1, and a row whose place among eight is
+  // `low`. Chunks that the compiler knows become one exclusive or of what depends on the lane, shared by all rows, and
+  // the load's own offset.
+  static SK_DEVICE int place(int row, int low, int chunk, int odd) {
+    return row * kRowBytes + chunk / 8 * 128 + ((low ^ odd) ^ (chunk % 8)) * 16;
+  }
 
   // A of rows [row, row + 16), the summed index along the tile's rows.
   static SK_DEVICE void a(uint32_t (&r)[4], const unsigned char* tile, int row, int depth, int lane) {
-    ldmatrix_x4(r, tile + offset(row + lane % 16, depth / kChunk + lane / 16));
+    ldmatrix_x4(r, tile + place(row + lane % 16, lane % 8, depth / kChunk, lane / 16));
   }
   // B of columns [column, column + 16), each a row of the tile: r[0], r[1] the first eight, r[2], r[3] the others.
   static SK_DEVICE void b_rows(uint32_t (&r)[4], const unsigned char* tile, int column, int depth, int lane) {
-    ldmatrix_x4(r, tile + offset(column + lane % 8 + lane / 16 * 8, depth / kChunk + lane / 8 % 2));
+    ldmatrix_x4(r, tile + place(column + lane % 8 + lane / 16 * 8, lane % 8, depth / kChunk, lane / 8 % 2));
   }
   // B of columns [column, column + 16), which are columns of the tile: the summed index goes down the rows from
   // `depth`. Of float32 in the order that `a_of_sums` gives the other operand.
   static SK_DEVICE void b_columns(uint32_t (&r)[4], const unsigned char* tile, int column, int depth, int lane) {
     if constexpr (sizeof(T) == 2) {
-      ldmatrix_x4_trans(r, tile + offset(depth + lane % 16, column / kChunk + lane / 16));
+      ldmatrix_x4_trans(r, tile + place(depth + lane % 16, lane % 8, column / kChunk, lane / 16));
     } else {
-      const int row = depth + lane % 4 * 2, at = column + lane / 4;
+      const int low = lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int c = at + n / 2 * 8, k = row + n % 2;
-        r[n] = *reinterpret_cast<const uint32_t*>(tile + offset(k, c / kChunk) + c % kChunk * 4);
+        const int at = place(depth + low + n % 2, low ^ n % 2, column / kChunk + n / 2 * 2, lane / 16);
+        r[n] = *reinterpret_cast<const uint32_t*>(tile + at + lane / 4 % 4 * 4);
       }
     }
   }
@@ -117,11 +103,13 @@ SK_DEVICE uint32_t tf32_rest(uint32_t x, uint32_t high) {
 template <class T>
 struct A {
   uint32_t all[4];
+  A() = default;
   SK_DEVICE explicit A(const uint32_t (&r)[4]) : all{r[0], r[1], r[2], r[3]} {}
 };
 template <>
 struct A<float> {
   uint32_t high[4], low[4];
+  A() = default;
   SK_DEVICE explicit A(const uint32_t (&r)[4]) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -131,9 +119,11 @@ struct A<float> {
   }
 };
 
-// left (16 x 8), right (16 x 8) += a b, with b of 16 columns as Tile gives it. tf32 concerns float32 only.
+// left (16 x 8), right (16 x 8) += a b, with b of 16 columns as Tile gives it; of float32 the small terms go to
+// `left_rest` and `right_rest`, which may be left and right. tf32 concerns float32 only.
 template <class T>
-SK_DEVICE void multiply(float (&left)[4], float (&right)[4], const A<T>& a, const uint32_t (&b)[4], bool tf32) {
+SK_DEVICE void multiply(float (&left)[4], float (&right)[4], float (&left_rest)[4], float (&right_rest)[4],
+                        const A<T>& a, const uint32_t (&b)[4], bool tf32) {
   if constexpr (sizeof(T) == 2) {
     const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
     mma_16816<T>(left, a.all, b0);
@@ -146,14 +136,18 @@ SK_DEVICE void multiply(float (&left)[4], float (&right)[4], const A<T>& a, cons
     if (!tf32) {
       const uint32_t l0[2] = {tf32_rest(b[0], high[0]), tf32_rest(b[1], high[1])};
       const uint32_t l1[2] = {tf32_rest(b[2], high[2]), tf32_rest(b[3], high[3])};
-      mma_1688_tf32(left, a.high, l0);
-      mma_1688_tf32(right, a.high, l1);
-      mma_1688_tf32(left, a.low, h0);
-      mma_1688_tf32(right, a.low, h1);
+      mma_1688_tf32(left_rest, a.high, l0);
+      mma_1688_tf32(right_rest, a.high, l1);
+      mma_1688_tf32(left_rest, a.low, h0);
+      mma_1688_tf32(right_rest, a.low, h1);
     }
     mma_1688_tf32(left, a.high, h0);
     mma_1688_tf32(right, a.high, h1);
   }
+}
+template <class T>
+SK_DEVICE void multiply(float (&left)[4], float (&right)[4], const A<T>& a, const uint32_t (&b)[4], bool tf32) {
+  multiply<T>(left, right, left, right, a, b, tf32);
 }
 
 }  // namespace attention_mma
