@@ -1,0 +1,410 @@
+"""Attention's backward pass by mma.sync: in the host executor (tests/simt), and the same cases on a GPU where one is.
+
+Every `check_*` runs cases on a device: "cpu" in a process whose CPU tensors stand for the GPU's memory. The forward
+results are the CPU kernels', so that these tests need no other CUDA kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_attention_triton import Case, build, formula
+from torch import Tensor
+
+from seqkern.testing import compare, poison
+
+NAMES = ("grad_query", "grad_key", "grad_value", "grad_mask", "grad_distance")
+SHORT = (torch.bfloat16, torch.float16)
+FLOATS = (*SHORT, torch.float32)
+
+
+class Call:
+    """A call of the op: its arguments, made on the CPU, and what the formula says of them."""
+
+    def __init__(self, case: Case, seed: int = 0, queries: float = 1.0, keys: float = 1.0) -> None:
+        self.case = case
+        self.arguments = build(replace(case, device="cpu"), seed)
+        self.arguments["query"] *= queries
+        self.arguments["key"] *= keys
+        self.hide()
+        out, lse = torch.ops.seqkern.attention_fwd(*self.arguments.values())
+        generator = torch.Generator().manual_seed(seed)
+        grad_out = torch.randn(out.shape, generator=generator).to(out)
+        if case.varlen:  # what no sequence holds
+            grad_out[:, :, : int(self.arguments["query_starts"][0])] = math.nan
+            grad_out[:, :, int(self.arguments["query_starts"][-1]) :] = math.nan
+        if case.strided:
+            grad_out = grad_out[..., :1].expand(grad_out.shape)
+        grad_lse = torch.randn(lse.shape, generator=generator) if case.grad_lse else None
+        self.results = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
+
+    def hide(self) -> None:
+        """NaN into what no sequence holds, and behind the lengths."""
+        a, case = self.arguments, self.case
+        for names, starts in ((("query",), a["query_starts"]), (("key", "value"), a["key_starts"])):
+            for name in names if starts is not None else ():
+                a[name][:, :, : int(starts[0])] = math.nan
+                a[name][:, :, int(starts[-1]) :] = math.nan
+        if case.key_lengths is None:
+            return
+        for s, length in enumerate(case.key_lengths):
+            b, first, end = s, 0, a["key"].shape[2]
+            if case.varlen:
+                b, first, end = 0, int(a["key_starts"][s]), int(a["key_starts"][s + 1])
+            for name in ("key", "value"):
+                a[name][b, :, min(end, first + max(0, length)) : end] = math.nan
+
+    def run(self, device: str, tf32: bool = False) -> dict[str, Tensor]:
+        case = self.case
+
+        def there(t: Any) -> Any:  # with its strides
+            if not isinstance(t, Tensor):
+                return t
+            memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
+            return memory.as_strided(t.shape, t.stride(), t.storage_offset())
+
+        a = {name: there(t) for name, t in self.arguments.items() if name != "sinks"}
+        r = {name: there(t) for name, t in self.results.items()}
+        q, k, v = a.pop("query"), a.pop("key"), a.pop("value")
+        grads = torch.ops.seqkern_cuda.attention_bwd(
+            r["grad_out"], r["grad_lse"], q, k, v, r["out"], r["lse"], *a.values(), case.need_mask, case.need_slopes,
+            tf32, "mma",
+        )  # fmt: skip
+        for name, grad, like in zip(NAMES, grads, (q, k, v), strict=False):
+            assert grad.shape == like.shape, name
+            assert grad.dtype == like.dtype, name
+            assert (grad.squeeze(0).transpose(0, 1) if case.varlen else grad).is_contiguous(), name
+        return {name: grad.cpu() for name, grad in zip(NAMES, grads, strict=True)}
+
+    def gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By the formula with everything in `dtype`, differentiated."""
+        case = self.case
+        starts = self.arguments["query_starts"]
+        exact = {
+            name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in self.arguments.items()
+        }
+        leaves = [exact[name].requires_grad_() for name in ("query", "key", "value")]
+        if case.need_mask:
+            leaves.append(exact["attn_mask"].requires_grad_())
+        out, lse, scores = formula(**exact)
+        loss = (out * self.results["grad_out"].to(dtype)).sum()
+        if case.grad_lse:
+            loss = loss + torch.where(lse.isinf(), 0, lse * self.results["grad_lse"].to(dtype)).sum()
+        rows = [z for z, _ in scores.values()]
+        if not loss.requires_grad:
+            wanted = [torch.zeros_like(t) for t in (*leaves, *rows)]
+        else:
+            wanted = torch.autograd.grad(loss, [*leaves, *rows], allow_unused=True, materialize_grads=True)
+        result = dict(zip(NAMES, wanted[: len(leaves)], strict=False))
+        if case.need_slopes:
+            distance = torch.zeros_like(lse)
+            for ((s, h), (z, far)), grad in zip(scores.items(), wanted[len(leaves) :], strict=True):
+                b, first = (s, 0) if starts is None else (0, int(starts[s]))
+                distance[b, h, first : first + len(z)] = (torch.where(z.isinf(), 0, grad) * far).sum(1)
+            result["grad_distance"] = distance
+        return {name: t.detach() for name, t in result.items()}
+
+    def by_cpu(self) -> dict[str, Tensor]:
+        """By the CPU kernels, whose delta comes from the rounded output too."""
+        a = {name: t for name, t in self.arguments.items() if name != "sinks"}
+        r = self.results
+        grads = torch.ops.seqkern.attention_bwd(
+            r["grad_out"], r["grad_lse"], a.pop("query"), a.pop("key"), a.pop("value"), r["out"], r["lse"],
+            *a.values(), self.case.need_mask, self.case.need_slopes,
+        )  # fmt: skip
+        return dict(zip(NAMES, grads, strict=True))
+
+    def check(self, device: str, *about: object) -> dict[str, Tensor]:
+        case, ours = self.case, self.run(device)
+        exact, peer = self.gradients(torch.float64), self.gradients(case.dtype)
+        assert ours["grad_mask"].numel() == (self.arguments["attn_mask"].numel() if case.need_mask else 0)
+        assert ours["grad_distance"].numel() == (self.results["lse"].numel() if case.need_slopes else 0)
+        factor = 3.0 if case.softcap else 2.0
+        if case.dtype == torch.float32:
+            # Three products of tf32 are three times as many terms, summed one after the other, where torch's sums are
+            # cut in blocks; and 2^-22 of each is left out. One product of tf32 is off by fifty times this bound.
+            factor *= 6
+            other = self.by_cpu()
+            peer = {
+                name: max((peer[name], other[name]), key=lambda t, n=name: float((t - exact[n]).abs().max()))
+                if right.numel() else peer[name] for name, right in exact.items()
+            }  # fmt: skip
+        reports = [
+            compare(ours[name], peer[name].to(ours[name].dtype), exact[name], factor=factor, name=name)
+            for name in exact
+        ]
+        failed = [str(report) for report in reports if not report.passed]
+        assert not failed, f"{about} {case}\n" + "\n".join(failed)
+        return ours
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------------
+
+GROUP: dict[str, Any] = {"heads": 4, "kv_heads": 2}
+OPTIONS: dict[str, Case] = {
+    "full": Case(lengths=((100, 150),), **GROUP),
+    "causal": Case(lengths=((130, 170),), right=0, lower_right=True, **GROUP),
+    "causal, upper left": Case(lengths=((170, 130),), right=0, grad_lse=False),
+    "window": Case(lengths=((150, 190),), left=40, right=9, diagonal=17, strided=True),
+    "window that leaves keys unseen": Case(lengths=((70, 300),), left=3, right=0, diagonal=120),
+    "key lengths": Case(lengths=((40, 150),) * 3, key_lengths=(0, 97, 200), right=5, diagonal=60),
+    "packed": Case(
+        lengths=((5, 40), (0, 70), (93, 0), (1, 1), (130, 165)), varlen=True, gaps=(7, 33), right=0, lower_right=True
+    ),
+    "packed lengths": Case(lengths=((70, 90), (33, 150)), varlen=True, gaps=(3, 0), key_lengths=(41, 149), **GROUP),
+    "sinks": Case(lengths=((65, 70),), sinks=True, **GROUP),
+    "negative scale": Case(lengths=((65, 70),), scale=-0.2),
+    "softcap": Case(lengths=((70, 90),), softcap=1.5, **GROUP),
+    "alibi": Case(lengths=((90, 120),) * 2, alibi=True, need_slopes=True, right=0, lower_right=True, **GROUP),
+    "dropout": Case(lengths=((90, 120),) * 2, dropout_p=0.3, **GROUP),
+    "bool mask": Case(lengths=((80, 120),) * 2, mask="bool", mask_sizes=(True, False, True, True), extreme=True),
+    "mask by key": Case(lengths=((80, 120),) * 2, mask="additive", mask_sizes=(True, True, False, True), strided=True),
+    "mask of its own": Case(lengths=((80, 120),) * 2, mask="additive", need_mask=True, right=0, left=50),
+    "mask of the dtype": Case(lengths=((40, 90), (65, 12)), mask="additive own", need_mask=True, varlen=True),
+    "mask of all heads": Case(
+        lengths=((80, 120),) * 2, mask="additive", mask_sizes=(True, False, True, True), need_mask=True, right=0
+    ),
+    "mask of all sequences": Case(
+        lengths=((80, 120), (10, 65)), mask="additive own", mask_sizes=(False, True, True, True), need_mask=True,
+        varlen=True, dropout_p=0.2, alibi=True, need_slopes=True,
+    ),
+    "one mask": Case(
+        lengths=((70, 80),) * 2, mask="additive", mask_sizes=(False, False, True, True), need_mask=True, softcap=4.0,
+        **GROUP,
+    ),
+    "everything": Case(
+        lengths=((70, 90), (0, 3), (33, 140)), varlen=True, gaps=(5, 9), key_lengths=(70, 3, 139), mask="additive",
+        need_mask=True, alibi=True, need_slopes=True, softcap=5.0, sinks=True, dropout_p=0.2, right=3, left=60,
+        lower_right=True, **GROUP,
+    ),
+}  # fmt: skip
+for option, case in OPTIONS.items():
+    OPTIONS[option] = replace(case, head_dim=64, value_dim=64, scale=case.scale if case.scale < 0 else 0.125)
+
+
+def check_options(device: str) -> None:
+    """Every option, in one of the dtypes of two bytes."""
+    for n, (name, case) in enumerate(OPTIONS.items()):
+        Call(replace(case, dtype=SHORT[n % 2])).check(device, name)
+
+
+def check_options_float(device: str) -> None:
+    for name, case in OPTIONS.items():
+        Call(replace(case, head_dim=24, value_dim=40, scale=0.2)).check(device, name)
+
+
+def check_all_options(device: str) -> None:
+    for dtype in FLOATS:
+        for dims in ((64, 64), (96, 128), (200, 256)):
+            for name, case in OPTIONS.items():
+                scale = case.scale if case.scale < 0 else dims[0] ** -0.5
+                Call(replace(case, dtype=dtype, head_dim=dims[0], value_dim=dims[1], scale=scale)).check(device, name)
+
+
+def check_dims(device: str, dims: tuple[tuple[int, int], ...] = ((72, 128), (192, 130), (33, 7), (56, 72))) -> None:
+    """Head dims between the buckets, of which one is odd and one larger than the other."""
+    for n, (d, dv) in enumerate(dims):
+        for m, name in enumerate(("causal", "everything", "mask of all heads")):
+            dtype = FLOATS[(n + m) % 3]
+            case = replace(OPTIONS[name], dtype=dtype, head_dim=d, value_dim=dv, scale=d**-0.5)
+            Call(case).check(device, name)
+
+
+def check_all_dims(device: str) -> None:
+    dims = [1, 5, 8, 16, 32, 64, 65, 80, 96, 128, 160, 192, 255, 256]
+    check_dims(device, tuple((d, dv) for k, d in enumerate(dims) for dv in (d, dims[(5 * k + 3) % len(dims)])))
+
+
+def check_lengths(device: str) -> None:
+    """Lengths at the edges of tiles."""
+    pairs = ((1, 1), (64, 128), (128, 192), (239, 1), (113, 203), (108, 256), (129, 257), (16, 15), (33, 31))
+    for n, (nq, nk) in enumerate(pairs):
+        case = Case(lengths=((nq, nk),), heads=1, kv_heads=1, head_dim=32, value_dim=32, dtype=FLOATS[n % 3], scale=0.2)
+        for more in (
+            {},
+            {"right": 0, "lower_right": True},
+            {"left": 5, "right": 7, "diagonal": nk // 2},
+            {"left": 1, "right": 1},  # just reaches the next block, on both sides
+        ):
+            Call(replace(case, **more)).check(device)
+
+
+def check_numbers(device: str) -> None:
+    """Saturated scores, rows of which nothing is seen, an lse so low that e^-lse overflows."""
+    for dtype in FLOATS:
+        case = Case(lengths=((192, 192),), heads=1, kv_heads=1, head_dim=64, value_dim=64, dtype=dtype, scale=0.125)
+        for more in ({}, {"right": 0}, {"right": 0, "diagonal": -70}):
+            Call(replace(case, **more), queries=5.0, keys=3.0).check(device, "saturated")
+        low = Call(case)  # keys that point away from every query; those that pad the tile would have score 0
+        low.arguments["query"] = low.arguments["query"].abs() * 4 + 1
+        low.arguments["key"] = low.arguments["key"].abs() * -6 - 1
+        low.results["out"], low.results["lse"] = torch.ops.seqkern.attention_fwd(*low.arguments.values())
+        assert low.results["lse"].max() < -88.7
+        low.check(device, "low")
+        hidden = Call(replace(case, mask="additive", need_mask=True, mask_sizes=(True, False, True, True)))
+        hidden.arguments["attn_mask"][:, :, 3:150] = -math.inf
+        hidden.arguments["attn_mask"][:, :, :, 77] = -math.inf
+        hidden.results["out"], hidden.results["lse"] = torch.ops.seqkern.attention_fwd(*hidden.arguments.values())
+        hidden.results["grad_lse"][..., 3:150] = math.nan  # goes nowhere
+        ours = hidden.run(device)
+        assert not ours["grad_query"][:, :, 3:150].any()
+        assert not ours["grad_key"][:, :, 77].any()
+        assert not ours["grad_value"][:, :, 77].any()
+        assert not ours["grad_mask"][:, :, 3:150].any()
+        hidden.results["grad_lse"][..., 3:150] = 0.0
+        hidden.check(device, "hidden")
+        short = Call(replace(case, key_lengths=(150,)))
+        short.results["grad_out"][:, :, 5] = math.inf  # the keys that nobody sees do not get it
+        ours = short.run(device)
+        assert not ours["grad_key"][:, :, 150:].any()
+        assert not ours["grad_value"][:, :, 150:].any()
+        assert not ours["grad_query"][:, :, 6:].isnan().any()
+
+
+def check_tf32(device: str) -> None:
+    """One product of tf32: eleven bits, where three keep nearly all."""
+    call = Call(replace(OPTIONS["causal"], dtype=torch.float32))
+    exact, once = call.gradients(torch.float64), call.run(device, tf32=True)
+    thrice = call.check(device)
+    for name, right in exact.items():
+        largest = right.abs().max()
+        assert 2**-13 < (once[name] - right).abs().max() / largest < 2**-8, name
+        assert (thrice[name] - right).abs().max() / largest < 2**-19, name
+
+
+def sample(seed: int) -> Case:
+    """A random call with random options."""
+    r = random.Random(seed)
+    heads, kv_heads = r.choice([(1, 1), (2, 2), (4, 2), (3, 1)])
+    varlen = r.random() < 0.4
+    pool = [0, 1, 2, 17, 33, 65, 129, 200] if varlen else [1, 5, 33, 65, 129, 200]
+    lengths = tuple((r.choice(pool), r.choice(pool)) for _ in range(r.randint(1, 3)))
+    lengths = lengths if varlen else lengths[:1] * len(lengths)
+    mask = r.choice(["", "", "", "bool", "additive", "additive own"])
+    need_mask = mask.startswith("additive") and r.random() < 0.7
+    sizes = tuple(r.random() < 0.6 for _ in range(4))
+    alibi = r.random() < 0.2
+    head_dim = r.choice([8, 16, 61, 64, 96, 128, 200])
+    return Case(
+        lengths=lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        value_dim=head_dim if r.random() < 0.6 else r.choice([8, 64, 99, 128, 256]), dtype=r.choice(FLOATS),
+        varlen=varlen, gaps=(r.choice([0, 3]), r.choice([0, 70])) if varlen else (0, 0),
+        key_lengths=tuple(r.randint(-1, 200) for _ in lengths) if r.random() < 0.3 else None,
+        mask=mask, mask_sizes=(*sizes[:2], True, True) if need_mask else sizes, need_mask=need_mask,
+        alibi=alibi, need_slopes=alibi and r.random() < 0.7, softcap=r.choice([0.0, 0.0, 0.0, 2.0]),
+        sinks=r.random() < 0.3, dropout_p=r.choice([0.0, 0.0, 0.0, 0.3, 0.9]),
+        diagonal=r.choice([0, 0, -3, 7, 100, -(10**12), 10**12]) if not alibi else r.choice([0, 2, -4]),
+        lower_right=r.random() < 0.5, left=r.choice([-1, -1, 0, 20, 70, 10**15]),
+        right=r.choice([-1, 0, 0, 33, 10**15]), scale=r.choice([head_dim**-0.5] * 4 + [-0.1, 0.0]),
+        grad_lse=r.random() < 0.7, strided=r.random() < 0.4,
+    )  # fmt: skip
+
+
+def check_samples(device: str, seeds: range = range(100, 112)) -> None:
+    for seed in seeds:
+        Call(sample(seed), seed).check(device, seed)
+
+
+def check_more_samples(device: str) -> None:
+    check_samples(device, range(1000, 1300))
+
+
+def problems() -> Iterator[Call]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for name in ("causal", "everything", "mask of all heads"):
+            for d, dv in ((64, 64), (136, 128)):
+                yield Call(replace(OPTIONS[name], dtype=dtype, head_dim=d, value_dim=dv, scale=d**-0.5))
+
+
+def check_digest(device: str) -> None:
+    """Prints a digest of the bits of all results: the same for every schedule, run, and shape of the tiles."""
+    digest = hashlib.sha256()
+    for call in problems():
+        for name, result in call.run(device).items():
+            assert result.isfinite().all(), name
+            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+    print(digest.hexdigest())
+
+
+CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+QUICK = [name for name in CHECKS if "_all_" not in name and "_more_" not in name]
+HERE = Path(__file__)
+
+
+# ---- in the host executor ------------------------------------------------------------------------------------------
+
+
+def test_executor_options(simt):
+    simt(HERE, "check_options", "check_dims", sanitize=False, seed=1)
+
+
+def test_executor_numbers_and_lengths(simt):
+    simt(HERE, "check_numbers", "check_lengths", "check_samples", "check_tf32", sanitize=False, seed=2)
+
+
+def test_executor_sanitized(simt):
+    simt(HERE, "check_options_float", seed=3, shared=101376)
+
+
+def test_executor_same_bits(simt):
+    """For every schedule, and every size of shared memory, so of the tiles."""
+    shared = ["shared=101376", "check_digest", "shared=166912", "check_digest", "shared=232448", "check_digest"]
+    lines = simt(HERE, "seed=1", *shared, "seed=2", "check_digest", sanitize=False).split()
+    assert len(lines) == 4
+    assert len(set(lines)) == 1
+
+
+def test_executor_finds_no_race(simt):
+    simt(HERE, "check_digest", seed=7, race=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [101376, 166912, 232448])
+@pytest.mark.parametrize("check", ["check_all_options", "check_all_dims", "check_more_samples"])
+def test_executor_everything(check, shared, simt):
+    simt(HERE, check, shared=shared, seed=shared % 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [101376, 232448])
+def test_executor_finds_no_race_anywhere(shared, simt):
+    simt(HERE, *QUICK, seed=8, shared=shared, race=True)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_gpu(check):
+    CHECKS[check]("cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_every_run(capsys):
+    for _ in range(50):
+        check_digest("cuda")
+    assert len(set(capsys.readouterr().out.split())) == 1
+
+
+if __name__ == "__main__":
+    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
+    with poison():
+        for word in sys.argv[1:]:
+            if "=" in word:
+                limit, value = word.split("=")
+                os.environ[f"SEQKERN_SIMT_{limit.upper()}"] = value
+            else:
+                torch.manual_seed(0)
+                CHECKS[word]("cpu")
