@@ -1,0 +1,486 @@
+"""Decoding in CUDA C++: in the host executor (tests/simt), and the same cases on a GPU where one is.
+
+Every `check_*` runs cases on a device: "cpu" in a process whose CPU tensors stand for the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqkern
+from seqkern import reference
+from seqkern.testing import compare, poison
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# ---- one call ------------------------------------------------------------------------------------------------------
+
+
+def layout(t: Tensor, form: str) -> Tensor:
+    """The same numbers, at other strides: "dense", "tokens" (heads inside tokens), or "odd" (no row on 16 bytes)."""
+    if form == "tokens":
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    if form == "odd":
+        return torch.cat([t, torch.full_like(t[..., :1], math.nan)], -1)[..., 1:].copy_(t)
+    return t.clone()
+
+
+class Problem:
+    """The arguments of a call, made on the CPU, and what the equations say of it.
+
+    `lengths` are the tokens of every sequence with the `new` ones. What must not be read is NaN, in the caches and in
+    pages, and -1 in the page table, whose pages lie in no order.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        heads: int = 4,
+        kv_heads: int = 2,
+        queries: int = 1,
+        head_dim: int = 64,
+        value_dim: int | None = None,
+        new: int = 0,
+        room: int | None = None,
+        page: int | None = None,
+        form: str = "dense",
+        left: int = -1,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        slopes: bool = False,
+        sinks: bool = False,
+        std: float = 1.0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(lengths) * 1009 + sum(lengths) * 7 + head_dim)
+        batch, value_dim = len(lengths), value_dim or head_dim
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+        self.dtype, self.page, self.form, self.new = dtype, page, form, new
+        self.scale, self.softcap, self.left = head_dim**-0.5 if scale is None else scale, softcap, left
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.room = room or max(1, *lengths) + 5
+        if page:
+            self.room = -(-self.room // page) * page
+        self.query = (normal(batch, heads, queries, head_dim) * std).to(dtype)
+        self.keys = normal(batch, kv_heads, self.room, head_dim).to(dtype)
+        self.values = normal(batch, kv_heads, self.room, value_dim).to(dtype)
+        self.slopes = torch.rand(batch, heads, generator=generator) / 8 if slopes else None
+        self.sinks = normal(heads).float() + 1 if sinks else None
+        self.order = torch.randperm(batch * self.room // page + 3, generator=generator) if page else None
+
+    def arguments(self, new: int | None = None) -> dict[str, Any]:
+        """Of the op. The last `new` tokens of every sequence are not in the caches yet."""
+        new = self.new if new is None else new
+        batch, low = len(self.lengths), self.unseen()
+        caches, tokens = [], []
+        for t in (self.keys, self.values):
+            cache = t.clone()
+            rows = [cache[b, :, n - new : n].clone() for b, n in enumerate(self.lengths)]
+            for b, n in enumerate(self.lengths.tolist()):
+                cache[b, :, n - new :] = math.nan
+                cache[b, :, : low[b]] = math.nan
+            caches.append(cache)
+            tokens.append(layout(torch.stack(rows), self.form) if new else None)
+        table = None
+        if self.page:
+            assert self.order is not None
+            count = self.room // self.page
+            table = self.order[: batch * count].view(batch, count).to(torch.int32)
+            pages = []
+            for cache in caches:
+                shape = (len(self.order), cache.size(1), self.page, cache.size(3))
+                pages.append(torch.full(shape, math.nan, dtype=self.dtype))
+                split = cache.unflatten(2, (count, self.page)).transpose(1, 2).flatten(0, 1)
+                pages[-1][table.flatten().long()] = split
+            caches = pages
+            for b, n in enumerate(self.lengths.tolist()):
+                table[b, -(-n // self.page) :] = -1
+                table[b, : min(low[b], n - new) // self.page] = -1
+        caches = [layout(t, self.form) for t in caches]
+        return {
+            "query": layout(self.query, self.form), "key_cache": caches[0], "value_cache": caches[1],
+            "cache_lengths": self.lengths - new, "key": tokens[0], "value": tokens[1], "page_table": table,
+            "alibi_slopes": self.slopes, "sinks": self.sinks, "left": self.left, "right": 0, "scale": self.scale,
+            "softcap": self.softcap, "tf32": False, "splits": 0,
+        }  # fmt: skip
+
+    def unseen(self) -> list[int]:
+        """How many of the first keys of every sequence no query sees."""
+        queries = self.query.size(2)
+        return [0 if self.left < 0 else max(0, int(n) - queries - self.left) for n in self.lengths]
+
+    def run(self, device: str, splits: int = 0, new: int | None = None, **changes: Any) -> tuple[Tensor, Tensor]:
+        """out and lse on the CPU; what the caches must hold afterwards is looked at."""
+        arguments = self.arguments(new) | {"splits": splits} | changes
+        there = {n: self.moved(t, device) for n, t in arguments.items()}
+        expected = {n: t.clone() for n, t in arguments.items() if isinstance(t, Tensor)}
+        self.append(expected)
+        out, lse = torch.ops.seqkern_cuda.attention_decode(**there)
+        for name, t in expected.items():
+            assert same(there[name].cpu(), t), f"{name} after the call"
+        return out.cpu(), lse.cpu()
+
+    def append(self, arguments: dict[str, Any]) -> None:
+        if "key" not in arguments:
+            return
+        for name in ("key", "value"):
+            cache, tokens = arguments[f"{name}_cache"], arguments[name]
+            for b, n in itertools.product(range(tokens.size(0)), range(tokens.size(2))):
+                where, row = b, int(arguments["cache_lengths"][b]) + n
+                if "page_table" in arguments:
+                    where, row = arguments["page_table"][b, row // self.page], row % self.page
+                cache[where, :, row] = tokens[b, :, n]
+
+    @staticmethod
+    def moved(t: Any, device: str) -> Any:  # with its strides and its place in memory
+        if not isinstance(t, Tensor):
+            return t
+        memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
+        return memory.as_strided(t.shape, t.stride(), t.storage_offset())
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The reference in float64."""
+        numbers = {"left": self.left, "right": 0, "scale": self.scale, "softcap": self.softcap}
+        diagonal = self.lengths[:, None, None, None] - self.query.size(2)
+        tensors = (self.query.double(), self.keys.double(), self.values.double(), None, self.lengths)
+        return reference.attention(*tensors, self.slopes, self.sinks, None, diagonal, **numbers)
+
+    def of_torch(self) -> tuple[Tensor, Tensor]:
+        """By torch: scores in float32, weights in the dtype. The head dimension the other way round."""
+        diagonal = self.lengths[:, None, None, None] - self.query.size(2)
+        z = reference.attention_scores(
+            self.query.flip(-1), self.keys.flip(-1), None, self.lengths, self.slopes, diagonal, self.left, 0,
+            self.scale, self.softcap,
+        )  # fmt: skip
+        if self.sinks is not None:
+            z = torch.cat([z, self.sinks[:, None, None].expand(*z.shape[:3], 1)], -1)
+        none = z.isneginf().all(-1, keepdim=True)
+        z = z.masked_fill(none, 0)
+        weights = z.softmax(-1).masked_fill(none, 0)[..., : self.room].to(self.dtype)
+        hidden = torch.arange(self.room)[:, None] >= self.lengths[:, None, None, None]
+        values = self.values.masked_fill(hidden, 0).repeat_interleave(self.query.size(1) // self.keys.size(1), 1)
+        return weights @ values, z.logsumexp(-1).masked_fill(none[..., 0], -math.inf)
+
+    def check(self, device: str, splits: Sequence[int] = (0,), about: object = None, **changes: Any) -> None:
+        """The error rule, for every number of splits."""
+        exact, peer = self.exact(), self.of_torch()
+        for count in splits:
+            ours = self.run(device, count, **changes)
+            for name, a, b, c in zip(("out", "lse"), ours, peer, exact, strict=True):
+                report = compare(a, b, c, name=name)
+                assert report.passed, f"{about}, {count} splits, {self.dtype}: {report}"
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same bits, also of NaN."""
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))
+
+
+def equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(same(a, b) for a, b in zip(left, right, strict=True))
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------------
+
+LENGTHS = (0, 1, 33, 64, 203)
+DIMS = ((64, 64), (128, 128), (256, 256), (16, 80), (40, 24), (136, 200), (7, 33), (129, 5))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"left": 40},
+    "small window": {"left": 2, "queries": 4},
+    "softcap": {"softcap": 1.5, "std": 3.0},
+    "slopes": {"slopes": True},
+    "sinks": {"sinks": True},
+    "scale 0": {"scale": 0.0},
+    "scale below 0": {"scale": -0.3},
+    "large scores": {"scale": 20.0},
+    "everything": {"left": 70, "softcap": 2.0, "slopes": True, "sinks": True, "scale": -0.2, "queries": 5, "new": 3},
+}
+
+
+def check_head_dims(device: str) -> None:
+    for dtype, (head_dim, value_dim) in itertools.product(FLOATS, DIMS):
+        problem = Problem(LENGTHS, dtype=dtype, head_dim=head_dim, value_dim=value_dim)
+        problem.check(device, (1, 0), (head_dim, value_dim))
+
+
+def check_groups(device: str) -> None:
+    """Heads that share a key head, and several tokens: rows in one tile, in four, and in several blocks."""
+    for dtype, (heads, kv_heads, queries) in itertools.product(
+        FLOATS, ((3, 3, 1), (8, 2, 1), (8, 1, 1), (8, 2, 5), (4, 1, 16), (8, 1, 6), (1, 1, 16), (8, 1, 16))
+    ):
+        about = (heads, kv_heads, queries)
+        Problem((0, 7, 130), dtype=dtype, heads=heads, kv_heads=kv_heads, queries=queries).check(device, (2,), about)
+    for dtype in FLOATS:
+        Problem((3, 70), dtype=dtype, heads=4, kv_heads=1, queries=13, head_dim=200).check(device, (2,), "wide")
+
+
+def check_options(device: str) -> None:
+    for (name, options), dtype in itertools.product(OPTIONS.items(), FLOATS):
+        lengths = tuple(max(n, options.get("new", 0)) for n in LENGTHS)
+        Problem(lengths, dtype=dtype, heads=6, **options).check(device, (0, 3), name)
+
+
+def check_pages(device: str) -> None:
+    """Pages of any size, in any order, in caches of any strides; new rows too."""
+    forms = itertools.cycle(("dense", "tokens", "odd"))
+    for dtype, page, head_dim in itertools.product(FLOATS, (1, 7, 16, 64, 256), (64, 136)):
+        form = next(forms)
+        problem = Problem(LENGTHS, dtype=dtype, page=page, head_dim=head_dim, form=form)
+        problem.check(device, (1, 4), (page, form))
+        dense = Problem(LENGTHS, dtype=dtype, head_dim=head_dim, room=problem.room)
+        dense.query, dense.keys, dense.values = problem.query, problem.keys, problem.values
+        assert equal(problem.run(device, 2), dense.run(device, 2)), (dtype, page, form)
+        more = Problem([n + 9 for n in LENGTHS], dtype=dtype, page=page, head_dim=head_dim, form=form, new=9, left=90)
+        more.check(device, (3,), (page, form, "new"))
+
+
+def check_new_rows(device: str) -> None:
+    """Appending, then decoding, is decoding with the appended cache, bit for bit; `run` looks at the cache."""
+    for dtype, new, queries in itertools.product(FLOATS, (1, 3, 70), (1, 3)):
+        for form in ("dense", "odd"):
+            lengths = [n + new for n in (0, 1, 62, 64, 130)]
+            problem = Problem(lengths, dtype=dtype, queries=queries, new=new, head_dim=40, value_dim=72, form=form)
+            problem.check(device, (2,), (new, queries, form))
+            assert equal(problem.run(device, 2), problem.run(device, 2, new=0)), (dtype, new, queries, form)
+    only = Problem((5, 80), new=5, queries=2, heads=8, kv_heads=1, room=80)  # no room is left
+    assert equal(only.run(device, 3), only.run(device, 3, new=0))
+    # What has no room is not written, and not seen either; lengths beyond the cache are cut.
+    full = only.arguments()
+    full["cache_lengths"] = torch.tensor([78, 200])
+    there = {n: Problem.moved(t, device) for n, t in full.items()}
+    torch.ops.seqkern_cuda.attention_decode(**there)
+    written = there["key_cache"].cpu()
+    assert same(written[0, :, 78:], full["key"][0, :, :2])
+    assert same(written[0, :, :78], full["key_cache"][0, :, :78])
+    assert same(written[1], full["key_cache"][1])
+
+
+def check_splits(device: str) -> None:
+    """As many as asked for give what one gives, within the rule; the rule's number among them."""
+    for dtype, page in itertools.product(FLOATS, (None, 16)):
+        problem = Problem((1, 300, 1000), dtype=dtype, heads=2, kv_heads=1, sinks=True, left=900, page=page)
+        problem.check(device, (1, 2, 5, 16, 1000, 0), page)
+    several = Problem((64, 1000), heads=2, kv_heads=1)
+    assert not equal(several.run(device, 1), several.run(device, 5))  # what the rule's number is, is another test's
+
+
+def check_bits(device: str) -> None:
+    """A sequence does not feel the others, nor, with its number of splits fixed, how many there are."""
+    for dtype in FLOATS:
+        problem = Problem((200, 0, 77), dtype=dtype, slopes=True, queries=2, new=0)
+        out, lse = problem.run(device)
+        problem.keys[:2] *= 3
+        problem.query[:2] -= 1
+        problem.lengths[:2] = torch.tensor([3, 150])
+        other = problem.run(device)
+        assert equal((out[2], lse[2]), (other[0][2], other[1][2])), dtype
+        alone = Problem((77,), dtype=dtype, slopes=True, queries=2, room=problem.room)
+        for name in ("query", "keys", "values", "slopes"):
+            setattr(alone, name, getattr(problem, name)[2:])
+        out, lse = problem.run(device, 3)
+        assert equal((out[2], lse[2]), (t[0] for t in alone.run(device, 3))), dtype
+
+
+def check_few_or_none(device: str) -> None:
+    """Nothing to see: output 0, lse -inf, or the sink's; and tensors without elements."""
+    for splits, sinks in itertools.product((1, 3), (False, True)):
+        problem = Problem((0, 2, 0), queries=4, sinks=sinks, room=300)
+        out, lse = problem.run(device, splits)
+        unseen = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()[:, None].expand(3, 4, 4)
+        assert not out[unseen].count_nonzero()
+        assert out[~unseen].count_nonzero()
+        expected = problem.sinks[None, :, None].expand(3, 4, 4) if sinks else torch.full((3, 4, 4), -math.inf)
+        torch.testing.assert_close(lse[unseen], expected[unseen])
+        assert not (lse[~unseen] == expected[~unseen]).any()
+    op = torch.ops.seqkern_cuda.attention_decode
+    rest = (None, None, None, None, None, -1, 0, 1.0, 0.0, False, 0)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    counts = torch.zeros(2, dtype=torch.int32, device=device)
+    out, lse = op(zeros(2, 4, 1, 8), zeros(2, 2, 0, 8), zeros(2, 2, 0, 8), counts, *rest)
+    assert not out.count_nonzero()
+    assert (lse == -math.inf).all()
+    assert op(zeros(0, 4, 1, 8), zeros(0, 2, 5, 8), zeros(0, 2, 5, 8), counts[:0], *rest)[0].shape == (0, 4, 1, 8)
+    assert op(zeros(2, 4, 1, 0), zeros(2, 2, 5, 0), zeros(2, 2, 5, 8), counts + 3, *rest)[0].shape == (2, 4, 1, 8)
+    assert op(zeros(2, 4, 1, 8), zeros(2, 2, 5, 8), zeros(2, 2, 5, 0), counts + 3, *rest)[0].shape == (2, 4, 1, 0)
+
+
+def check_api(device: str) -> None:
+    """Through the public function, against the other backends (the interpreter of Triton's kernels: float32 alone)."""
+    for dtype, page in itertools.product(FLOATS, (None, 16)):
+        problem = Problem((9, 100, 65), dtype=dtype, new=2, queries=2, page=page, softcap=4.0, slopes=True, sinks=True)
+        results = []
+        for backend in ("cuda", "reference", "triton")[: 3 if dtype == torch.float32 else 2]:
+            arguments = {n: Problem.moved(t, device) for n, t in problem.arguments().items()}
+            for name in ("left", "right", "tf32", "splits"):
+                del arguments[name]
+            with seqkern.use_backend(backend):
+                positional = [arguments.pop(n) for n in ("query", "key_cache", "value_cache", "cache_lengths")]
+                out, lse = seqkern.attention_decode(*positional, **arguments, return_lse=True)
+            results.append([t.cpu() for t in (out, lse, *positional[1:3])])
+        for other in results[1:]:
+            assert equal(results[0][2:], other[2:])
+            close = {} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+            torch.testing.assert_close(results[0][0], other[0], **close)
+            torch.testing.assert_close(results[0][1], other[1], atol=1e-5, rtol=1e-5)
+
+
+def check_refusals(device: str) -> None:
+    problem = Problem((9, 100), new=1, page=16)
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    for words, changes in (
+        ("query must have 1 to 16 tokens, got 17", {"query": tensor(2, 4, 17, 64)}),
+        ("query must be float32, bfloat16 or float16", {"query": tensor(2, 4, 1, 64, dtype=torch.float64)}),
+        ("the 3 heads of query must be a multiple of the 2", {"query": tensor(2, 3, 1, 64)}),
+        ("key_cache must have size 64 in dimension 3, got 32", {"key_cache": tensor(24, 2, 16, 32)}),
+        ("value_cache must have size", {"value_cache": tensor(24, 2, 15, 64)}),
+        ("head dimensions must be at most 256, got 64 and 257",
+         {"value_cache": tensor(problem.order.numel(), 2, 16, 257)}),
+        ("cache_lengths must be int32 or int64", {"cache_lengths": tensor(2)}),
+        ("page_table must have size 2 in dimension 0", {"page_table": tensor(3, 7, dtype=torch.int32)}),
+        ("page_table must have ScalarType", {"page_table": tensor(2, 7, dtype=torch.int64)}),
+        ("key and value go together", {"value": None}),
+        ("value must have size 1 in dimension 2", {"value": tensor(2, 2, 2, 64)}),
+        ("alibi_slopes must have ScalarType", {"alibi_slopes": tensor(2, 4)}),
+        ("sinks must have size 4", {"sinks": tensor(5, dtype=torch.float32)}),
+        ("splits must be", {"splits": -1}),
+    ):  # fmt: skip
+        arguments = {n: Problem.moved(t, device) for n, t in problem.arguments().items()} | changes
+        with pytest.raises(RuntimeError, match=words):
+            torch.ops.seqkern_cuda.attention_decode(**arguments)
+
+
+def digests() -> list[Problem]:
+    return [
+        Problem(LENGTHS, dtype=dtype, head_dim=head_dim, queries=queries, heads=8, kv_heads=1, page=page, sinks=True)
+        for dtype, (head_dim, queries, page) in itertools.product(
+            FLOATS, ((64, 1, None), (128, 3, 7), (256, 8, 16), (33, 5, None))
+        )
+    ]
+
+
+def check_digest(device: str) -> None:
+    """Prints a digest of the bits of all results: the same for every schedule and run."""
+    digest = hashlib.sha256()
+    for problem, splits in itertools.product(digests(), (1, 0)):
+        for result in problem.run(device, splits):
+            digest.update(result.view(torch.uint8).numpy().tobytes())
+    more = Problem([n + 3 for n in LENGTHS], new=3, page=7, heads=8, kv_heads=1, queries=10)
+    for result in more.run(device, 2):
+        digest.update(result.view(torch.uint8).numpy().tobytes())
+    print(digest.hexdigest())
+
+
+CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+HERE = Path(__file__)
+
+
+# ---- in the host executor ------------------------------------------------------------------------------------------
+# A process runs the checks that it is told, and changes the executor's limits where it is told `limit=value`.
+
+
+def test_executor_error_rule(simt):
+    simt(HERE, "check_head_dims", "check_groups", "check_options", seed=1, sanitize=False)
+
+
+def test_executor_pages_and_new_rows(simt):
+    simt(HERE, "check_pages", "check_new_rows", "check_api", seed=2, sanitize=False)
+
+
+def test_executor_memory(simt):
+    """Nothing beside the tensors is touched."""
+    simt(HERE, "check_few_or_none", "check_refusals", "check_digest", seed=3)
+
+
+def test_executor_splits_and_bits(simt):
+    """The same bits for every schedule, and on every device."""
+    runs = ["seed=1", "check_digest", "seed=2", "multiprocessors=7", "check_digest", "seed=3", "check_digest"]
+    lines = simt(HERE, "check_splits", "check_bits", *runs, sanitize=False).split()
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
+
+
+def test_executor_finds_no_race(simt):
+    simt(HERE, "check_digest", seed=7, race=True)
+
+
+@pytest.mark.slow
+def test_executor_finds_no_race_anywhere(simt):
+    simt(HERE, *CHECKS, seed=8, race=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_executor_everything(seed, simt):
+    simt(HERE, *CHECKS, seed=seed)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_gpu(check):
+    CHECKS[check]("cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_every_run(capsys):
+    for _ in range(50):
+        check_digest("cuda")
+    assert len(set(capsys.readouterr().out.split())) == 1
+
+
+@pytest.mark.gpu
+def test_gpu_graph_serves_every_length():
+    """One recording; lengths and tokens change under it."""
+    problem = Problem((300, 40, 1000), new=1, queries=1, heads=8, kv_heads=2, head_dim=128, page=16)
+    arguments = {n: Problem.moved(t, "cuda") for n, t in problem.arguments().items()}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.ops.seqkern_cuda.attention_decode(**arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = torch.ops.seqkern_cuda.attention_decode(**arguments)
+    for lengths in ((300, 40, 1000), (17, 1, 999), (1, 48, 512)):
+        problem.lengths = torch.tensor(lengths, dtype=torch.int32)
+        for name, t in problem.arguments().items():
+            if isinstance(t, Tensor):
+                arguments[name].copy_(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert equal((out.cpu(), lse.cpu()), problem.run("cuda"))
+
+
+if __name__ == "__main__":
+    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
+    with poison():
+        for word in sys.argv[1:]:
+            if "=" in word:
+                limit, value = word.split("=")
+                os.environ[f"SEQKERN_SIMT_{limit.upper()}"] = value
+            else:
+                torch.manual_seed(0)
+                CHECKS[word]("cpu")
