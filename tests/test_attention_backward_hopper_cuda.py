@@ -1,0 +1,361 @@
+"""Attention's backward pass on Hopper: in the host executor (tests/simt), and the same cases on such a GPU.
+
+Every `check_*` runs cases on a device: "cpu" in a process whose CPU tensors stand for the GPU's memory. The forward
+results are the CPU kernels', so that these tests need no other CUDA kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_attention_triton import Case, build, formula
+from torch import Tensor
+
+from seqkern import _library
+from seqkern.testing import compare, poison
+
+NAMES = ("grad_query", "grad_key", "grad_value")
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+class Call:
+    """A call of the op: its arguments, made on the CPU, and what the formula says of them.
+
+    What no sequence holds and what lies behind the lengths is NaN.
+    """
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        self.arguments = a = build(replace(case, device="cpu"), seed)
+        for names, starts in ((("query",), a["query_starts"]), (("key", "value"), a["key_starts"])):
+            for name in names if starts is not None else ():
+                a[name][:, :, : int(starts[0])] = math.nan
+                a[name][:, :, int(starts[-1]) :] = math.nan
+        for s, length in enumerate(case.key_lengths or ()):
+            b, first, end = s, 0, a["key"].shape[2]
+            if case.varlen:
+                b, first, end = 0, int(a["key_starts"][s]), int(a["key_starts"][s + 1])
+            for name in ("key", "value"):
+                a[name][b, :, min(end, first + max(0, length)) : end] = math.nan
+        self.forward(seed)
+
+    def forward(self, seed: int = 0) -> None:
+        case = self.case
+        out, lse = torch.ops.seqkern.attention_fwd(*self.arguments.values())
+        generator = torch.Generator().manual_seed(seed)
+        grad_out = torch.randn(out.shape, generator=generator).to(out)
+        if case.varlen:  # of no sequence
+            starts = self.arguments["query_starts"]
+            grad_out[:, :, : int(starts[0])] = math.nan
+            grad_out[:, :, int(starts[-1]) :] = math.nan
+        grad_lse = torch.randn(lse.shape, generator=generator) if case.grad_lse else None
+        self.results = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
+
+    def run(self, device: str) -> dict[str, Tensor]:
+        def there(t: Any) -> Any:  # with its strides
+            if not isinstance(t, Tensor):
+                return t
+            memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
+            return memory.as_strided(t.shape, t.stride(), t.storage_offset())
+
+        a = {name: there(t) for name, t in self.arguments.items() if name != "sinks"}
+        r = {name: there(t) for name, t in self.results.items()}
+        q, k, v = a.pop("query"), a.pop("key"), a.pop("value")
+        grads = torch.ops.seqkern_cuda.attention_bwd(
+            r["grad_out"], r["grad_lse"], q, k, v, r["out"], r["lse"], *a.values(), False, False, False, "hopper"
+        )
+        for name, grad, like in zip(NAMES, grads, (q, k, v), strict=False):
+            assert grad.shape == like.shape, name
+            assert grad.dtype == like.dtype, name
+        return {name: grad.cpu() for name, grad in zip(NAMES, grads, strict=False)}
+
+    def gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By the formula with everything in `dtype`, differentiated."""
+        exact = {
+            name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in self.arguments.items()
+        }
+        leaves = [exact[name].requires_grad_() for name in ("query", "key", "value")]
+        out, lse, _ = formula(**exact)
+        mine = torch.zeros(out.shape[2], dtype=torch.bool)
+        starts = self.arguments["query_starts"]
+        first, last = (0, len(mine)) if starts is None else (int(starts[0]), int(starts[-1]))
+        mine[first:last] = True
+        loss = (out * self.results["grad_out"].to(dtype))[:, :, mine].sum()
+        if self.case.grad_lse:
+            loss = loss + torch.where(lse.isinf(), 0, lse * self.results["grad_lse"].to(dtype)).sum()
+        if not loss.requires_grad:
+            return {name: torch.zeros_like(t) for name, t in zip(NAMES, leaves, strict=True)}
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        return dict(zip(NAMES, grads, strict=True))
+
+    def check(self, device: str, *about: object) -> dict[str, Tensor]:
+        ours, exact, peer = self.run(device), self.gradients(torch.float64), self.gradients(self.case.dtype)
+        reports = [compare(ours[name], peer[name], exact[name], name=name) for name in NAMES]
+        failed = [str(report) for report in reports if not report.passed]
+        assert not failed, f"{about} {self.case}\n" + "\n".join(failed)
+        return ours
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------------
+
+GROUP: dict[str, Any] = {"heads": 4, "kv_heads": 2}
+ONE: dict[str, Any] = {"heads": 1, "kv_heads": 1}
+CASES: dict[str, Case] = {
+    "full": Case(lengths=((200, 300),), **ONE),
+    "causal": Case(lengths=((330, 290),), right=0, lower_right=True, **ONE),
+    "group": Case(lengths=((70, 140),) * 2, right=0, **GROUP),
+    "window": Case(lengths=((250, 290),), left=40, right=9, diagonal=17, **ONE),
+    "window that leaves keys unseen": Case(lengths=((70, 400),), left=3, right=0, diagonal=120, **ONE),
+    "window that leaves queries unseen": Case(lengths=((300, 70),), left=3, right=0, diagonal=-120, **ONE),
+    "key lengths": Case(lengths=((40, 150),) * 3, key_lengths=(0, 97, 200), right=5, diagonal=60, **ONE),
+    "packed": Case(
+        lengths=((5, 40), (0, 70), (93, 0), (1, 1), (130, 165)), varlen=True, gaps=(7, 33), right=0, lower_right=True,
+        **ONE,
+    ),
+    "packed lengths": Case(
+        lengths=((70, 90), (33, 150)), varlen=True, gaps=(3, 0), key_lengths=(41, 149), sinks=True, heads=2, kv_heads=1
+    ),
+    "long group": Case(lengths=((400, 130),), heads=3, kv_heads=1, left=100, right=70, grad_lse=False),
+}  # fmt: skip
+
+
+def of_dims(case: Case, dtype: torch.dtype, d: int, dv: int | None = None) -> Case:
+    return replace(case, dtype=dtype, head_dim=d, value_dim=dv or d, scale=d**-0.5)
+
+
+def check_cases(device: str, dims: tuple[int, ...] = (64, 128, 256)) -> None:
+    """Every case with the head dimension of every kernel, in one dtype or the other."""
+    for k, d in enumerate(dims):
+        for n, (name, case) in enumerate(CASES.items()):
+            Call(of_dims(case, (BF16, F16)[(n + k) % 2], d)).check(device, name)
+
+
+def check_dims(device: str) -> None:
+    """Head dimensions between those, and values that have another."""
+    pairs = ((40, 40), (8, 64), (72, 40), (96, 128), (128, 32), (136, 136), (192, 128), (24, 256), (256, 200))
+    for n, (d, dv) in enumerate(pairs):
+        for name in ("causal", "packed lengths"):
+            Call(of_dims(CASES[name], (BF16, F16)[n % 2], d, dv)).check(device, name)
+
+
+def check_strided(device: str) -> None:
+    """Rows apart, heads within rows, a gradient that repeats its columns' neighbours."""
+    for d in (64, 128, 256):
+        call = Call(of_dims(replace(CASES["group"], diagonal=3), BF16, d))
+        for name in ("query", "key", "value"):
+            t = call.arguments[name]
+            wide = t.new_full((t.shape[0], t.shape[2], t.shape[1], d + 16), math.nan)
+            wide[..., 8 : d + 8] = t.transpose(1, 2)
+            call.arguments[name] = wide[..., 8 : d + 8].transpose(1, 2)
+        call.forward()
+        grad = call.results["grad_out"]
+        call.results["grad_out"] = grad[:, :1].expand(grad.shape)
+        call.check(device)
+
+
+def check_lengths(device: str) -> None:
+    """Lengths at the edges of tiles."""
+    pairs = ((1, 1), (64, 128), (65, 129), (128, 192), (239, 1), (63, 193), (113, 203), (193, 385), (257, 127))
+    more = ({}, {"right": 0, "lower_right": True}, {"left": 5, "right": 7, "diagonal": 20})
+    for n, (nq, nk) in enumerate(pairs):
+        case = Case(lengths=((nq, nk),), **ONE)
+        for k, d in enumerate((64, 128, 256)):
+            Call(of_dims(replace(case, **more[(n + k) % 3]), (BF16, F16)[n % 2], d)).check(device)
+
+
+def check_numbers(device: str) -> None:
+    """An lse so low that e^-lse overflows, and rows that see nothing, whose dlse may be anything."""
+    for d in (64, 128, 256):
+        low = Call(of_dims(Case(lengths=((100, 150),), key_lengths=(139,), **ONE), BF16, d))
+        low.arguments["query"] = low.arguments["query"].abs() * 4 + 1
+        low.arguments["key"] = low.arguments["key"].abs() * -6 - 1
+        low.forward()
+        assert low.results["lse"].max() < -88.7
+        low.check(device, "low")
+        blind = Call(of_dims(Case(lengths=((200, 150),), right=0, lower_right=True, **ONE), F16, d))
+        grads = blind.check(device, "blind")
+        blind.results["grad_lse"][..., :50] = math.nan
+        for name, grad in blind.run(device).items():
+            assert torch.equal(grad, grads[name]), name
+        assert not grads["grad_query"][:, :, :50].any()
+
+
+def check_refusals(device: str) -> None:
+    case = of_dims(CASES["group"], BF16, 64)
+    for other in (
+        replace(case, softcap=2.0), replace(case, alibi=True), replace(case, dropout_p=0.5), replace(case, scale=-0.1),
+        replace(case, mask="additive"), replace(case, head_dim=60), replace(case, value_dim=63),
+        replace(case, dtype=torch.float32), replace(case, strided=True),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="do not serve this call"):
+            Call(other).run(device)
+
+
+def sample(seed: int) -> Case:
+    # With a gradient of lse: of a query that sees one key nothing else has one.
+    r = random.Random(seed)
+    heads, kv_heads = r.choice([(1, 1), (2, 2), (4, 2), (3, 1)])
+    varlen = r.random() < 0.5
+    pool = [0, 1, 2, 17, 33, 65, 129, 200, 260] if varlen else [1, 5, 33, 65, 129, 200, 260]
+    lengths = tuple((r.choice(pool), r.choice(pool)) for _ in range(r.randint(1, 3)))
+    head_dim = r.choice([8, 40, 64, 96, 128, 200, 256])
+    return Case(
+        lengths=lengths if varlen else lengths[:1] * len(lengths), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        value_dim=head_dim if r.random() < 0.6 else r.choice([8, 64, 96, 256]), dtype=r.choice((BF16, F16)),
+        varlen=varlen, gaps=(r.choice([0, 3]), r.choice([0, 70])) if varlen else (0, 0),
+        key_lengths=tuple(r.randint(-1, 200) for _ in lengths) if r.random() < 0.3 else None, sinks=r.random() < 0.3,
+        diagonal=r.choice([0, 0, -3, 7, 100, -(10**12), 10**12]), lower_right=r.random() < 0.5,
+        left=r.choice([-1, -1, 0, 20, 70, 10**15]), right=r.choice([-1, 0, 0, 33, 10**15]), scale=head_dim**-0.5,
+    )  # fmt: skip
+
+
+def check_samples(device: str, seeds: range = range(12)) -> None:
+    for seed in seeds:
+        Call(sample(seed), seed).check(device, seed)
+
+
+def check_more_samples(device: str) -> None:
+    check_samples(device, range(1000, 1200))
+
+
+def problems() -> Iterator[Call]:
+    for d in (64, 128, 256):
+        for name in ("causal", "long group", "packed"):
+            yield Call(of_dims(CASES[name], BF16, d))
+        # Many blocks of keys that add to the same dQ. In float16 one sum of 2^12 shows another order of its terms.
+        for seed in range(4 if d < 256 else 1):
+            yield Call(of_dims(Case(lengths=((128, 1100),), **ONE), F16, d), seed)
+
+
+def check_digest(device: str) -> None:
+    """Prints a digest of the bits of all results: the same for every schedule and every run."""
+    digest = hashlib.sha256()
+    for call in problems():
+        for name, result in call.run(device).items():
+            assert result.isfinite().all(), name
+            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+    print(digest.hexdigest())
+
+
+CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+QUICK = ("check_cases", "check_dims", "check_strided", "check_lengths", "check_numbers", "check_samples")
+HERE = Path(__file__)
+
+
+# ---- in the host executor ------------------------------------------------------------------------------------------
+
+
+def test_executor(simt):
+    simt(HERE, *QUICK, "check_refusals", sanitize=False, seed=1)
+
+
+def test_executor_same_bits(simt):
+    words = [word for seed in range(3) for word in (f"seed={seed}", "check_digest")]
+    lines = simt(HERE, *words, sanitize=False, multiprocessors=8).split()
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
+
+
+@pytest.mark.slow
+def test_executor_sanitized(simt):
+    simt(HERE, "check_cases", "check_samples", seed=3)
+
+
+@pytest.mark.slow
+def test_executor_finds_no_race(simt):
+    simt(HERE, "check_cases", "check_samples", seed=7, race=True)
+
+
+@pytest.mark.slow
+def test_executor_more_samples(simt):
+    simt(HERE, "check_more_samples", sanitize=False, seed=4)
+
+
+# ---- what the assembler made ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def machine_code() -> dict[str, str]:
+    """The kernels of sm_90a, by name."""
+    archs = _library.cuda_archs()
+    if "90a" not in archs:
+        pytest.skip("there is no code of sm_90a")
+    triton = importlib.util.find_spec("triton")
+    program = triton and Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not program or not program.exists():
+        pytest.skip("no cuobjdump")
+    path = HERE.parent.parent / "build" / "ninja" / "attention" / "attention_backward_hopper_cuda.cu.o"
+    text = subprocess.run([program, "-sass", path], capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"Function : (\S+)", text)
+    names = subprocess.run(["c++filt", *parts[1::2]], capture_output=True, text=True, check=True).stdout.split("\n")
+    code = [re.sub(r"/\*.*?\*/", "", part) for part in parts[2::2]]
+    return {name: text for name, text in zip(names, code, strict=False) if "HGMMA" in text}
+
+
+# In how many places at least.
+OVERLAPS = {"64>": 2, "128>": 3, "wide_keys": 2, "wide_queries": 1}
+
+
+def test_products_overlap(machine_code):
+    assert len(machine_code) == 2 * (2 + 2)  # dtypes; head dimensions 64 and 128, and 256 in two kernels
+    for name, code in machine_code.items():
+        assert "UTMALDG.4D" in code, name
+        assert "USETMAXREG" in code, name
+        assert not re.search(r"\b(LDL|STL)\b", code), name  # no register in memory
+        assert re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", code), name  # an operand in registers
+        # Newer sums are under way where older ones are waited for.
+        (waits,) = (n for kernel, n in OVERLAPS.items() if kernel in name)
+        assert len(re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x1 ", code)) >= waits, name
+        # dQ of head dimensions up to 128 is added by copies in bulk.
+        assert ("UBLKRED" in code) == ("wide" not in name), name
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+def hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_gpu(check):
+    if not hopper():
+        pytest.skip("for GPUs of compute capability 9.0")
+    CHECKS[check]("cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_every_run(capsys):
+    if not hopper():
+        pytest.skip("for GPUs of compute capability 9.0")
+    for _ in range(50):
+        check_digest("cuda")
+    assert len(set(capsys.readouterr().out.split())) == 1
+
+
+if __name__ == "__main__":
+    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
+    torch.set_num_threads(1)
+    with poison():
+        for word in sys.argv[1:]:
+            if "=" in word:
+                setting, value = word.split("=")
+                os.environ[f"SEQKERN_SIMT_{setting.upper()}"] = value
+            else:
+                torch.manual_seed(0)
+                CHECKS[word]("cpu")
