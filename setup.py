@@ -257,8 +257,8 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
     ]
     objects = []
     for source in sorted(CSRC.rglob("*.cu"), reverse=True) if cuda else ():
-        # First, because they take longest. Kernels are in *_cuda.cu; what only launches them is compiled once.
-        archs = cuda.archs if source.stem.endswith("_cuda") else cuda.archs[:1]
+        # First, because they take longest; what has no kernels is compiled once.
+        archs = cuda.archs if has_kernels(source) else cuda.archs[:1]
         name = f"{source.relative_to(CSRC).with_suffix('')}.cu.o"
         targets = " ".join(f"-gencode {CUDA_TARGETS[arch]}" for arch in archs)
         lines += [f"build {name}: cuda {quote(source)}", f"  extra = {' '.join(host_flags)} {targets}"]
@@ -280,6 +280,11 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
             objects.append(name)
     lines += [f"build {quote(output)}: link {' '.join(objects)}", f"default {quote(output)}", ""]
     return "\n".join(lines)
+
+
+def has_kernels(source: Path) -> bool:
+    """Whether a .cu launches kernels (csrc/common/cuda_launch.h), and so has them compiled."""
+    return source.stem.endswith("_cuda") and re.search(r"\blaunch\(", source.read_text()) is not None
 
 
 def cuda_rule(cuda: Cuda) -> list[str]:

@@ -9,21 +9,25 @@ constexpr const char* kLayerNormBackward =
     "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
     "Tensor? seed, float dropout_p, bool centred, bool need_weight, bool need_bias) "
     "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)";
+// With what the kernels in CUDA C++ are told beside.
+#define SK_ATTENTION_FWD(more)                                                                          \
+  "attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? query_starts, "     \
+  "Tensor? key_starts, Tensor? key_lengths, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "        \
+  "SymInt max_queries, SymInt max_keys, SymInt diagonal, bool lower_right, SymInt left, SymInt right, " \
+  "float scale, float softcap, float dropout_p" more ") -> (Tensor out, Tensor lse)"
+#define SK_ATTENTION_BWD(more)                                                                            \
+  "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, " \
+  "Tensor lse, Tensor? attn_mask, Tensor? query_starts, Tensor? key_starts, Tensor? key_lengths, "        \
+  "Tensor? alibi_slopes, Tensor? seed, SymInt max_queries, SymInt max_keys, SymInt diagonal, "            \
+  "bool lower_right, SymInt left, SymInt right, float scale, float softcap, float dropout_p, "            \
+  "bool need_mask, bool need_slopes" more                                                                 \
+  ") "                                                                                                    \
+  "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_distance)"
 
 STABLE_TORCH_LIBRARY(seqkern, m) {
   // attention: csrc/attention, kernels/attention.py, seqkern/ops/attention.py
-  m.def(
-      "attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? query_starts, "
-      "Tensor? key_starts, Tensor? key_lengths, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "
-      "SymInt max_queries, SymInt max_keys, SymInt diagonal, bool lower_right, SymInt left, SymInt right, "
-      "float scale, float softcap, float dropout_p) -> (Tensor out, Tensor lse)");
-  m.def(
-      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor lse, Tensor? attn_mask, Tensor? query_starts, Tensor? key_starts, Tensor? key_lengths, "
-      "Tensor? alibi_slopes, Tensor? seed, SymInt max_queries, SymInt max_keys, SymInt diagonal, "
-      "bool lower_right, SymInt left, SymInt right, float scale, float softcap, float dropout_p, "
-      "bool need_mask, bool need_slopes) "
-      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_distance)");
+  m.def(SK_ATTENTION_FWD(""));
+  m.def(SK_ATTENTION_BWD(""));
 
   // layer_norm: csrc/layer_norm, kernels/layer_norm.py, seqkern/ops/layer_norm.py
   m.def(kLayerNormForward);
@@ -54,6 +58,12 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
 // What is written in CUDA C++: csrc/*/*_cuda.cu. Ops of their own, so that `seqkern`'s can choose between them and
 // Triton's (seqkern/_library.py); the schemas are there in every build, the kernels where nvcc was.
 STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
+  // tf32: one product of tf32 numbers where the tensors are float32, else three. path: "auto" by rule, or "mma" or
+  // "hopper", which raises where it does not serve.
+  m.def(SK_ATTENTION_FWD(", bool tf32, str path"));
+  m.def(SK_ATTENTION_BWD(", bool tf32, str path"));
+  // Which kernels would run, their tiles, and why, for `explain`.
+  m.def("attention_plan(Tensor query, int value_dim, bool backward, str path) -> str");
   m.def(kLayerNormForward);
   m.def(kLayerNormBackward);
   // The scan over the steps of a layer, all that is not a matrix product over all of them: kernels/rnn.py.
@@ -70,4 +80,9 @@ STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
       "str tier) -> (Tensor grad_h0, Tensor grad_c0)");
   // Which tier of the scan would run ("block", "cluster", "grid" or "none"), and why, for `explain`.
   m.def("rnn_scan_plan(Tensor w_hh, int batch, int cell, bool norm, bool backward, str tier) -> str");
+  // Decoding, which appends to the caches: seqkern/ops/attention_decode.py. splits 0: as many as the shapes ask for.
+  m.def(
+      "attention_decode(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_lengths, Tensor? key, "
+      "Tensor? value, Tensor? page_table, Tensor? alibi_slopes, Tensor? sinks, int left, int right, float scale, "
+      "float softcap, bool tf32, int splits) -> (Tensor out, Tensor lse)");
 }

@@ -5,11 +5,11 @@ from seqkern._explain import explain
 from seqkern._library import release_memory, use_backend
 from seqkern.ops.attention import (
     attention,
-    attention_decode,
     attention_varlen,
     merge_attention,
     scaled_dot_product_attention,
 )
+from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.rnn import (

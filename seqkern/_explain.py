@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from seqkern import _library
+from seqkern import _attention_cuda, _library
 from seqkern._library import FUNCTIONS, available_isas, backend_for, cpu_isa, cuda_archs, has_triton, node_library
 
 
@@ -35,7 +35,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
             "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
             "gru_cell", "rnn_tanh_cell" or "rnn_relu_cell".
         tensors: the tensors that the op would get; device and dtype of the first decide. For a recurrent layer in CUDA
-            C++ its input and h, or its weights: then it tells which tier would hold them.
+            C++ its input and h, or its weights: then it tells which tier would hold them; for attention in CUDA C++
+            query, key and value: then it tells the kernels and their tiles.
 
     Raises:
         ValueError: unknown op.
@@ -67,6 +68,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
             served, how = _scan(op, tensors)
             reason = f"{reason}; {how}"
             kernel = kernel if served else f"Triton, step by step, {where}"
+        elif FUNCTIONS[op] == "attention" and tensors:
+            reason = f"{reason}; {_attention_cuda.plan(tensors)}"
         return Choice(op, backend, kernel, reason)
     isa, best = cpu_isa(), available_isas()[-1]
     tier = (

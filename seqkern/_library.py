@@ -39,6 +39,10 @@ SLICES = {
 # What is written in CUDA C++ as well, and its slice: ops of their own in `seqkern_cuda`. Of recurrent layers that is
 # the scan over the steps, which kernels/rnn.py calls between its products.
 CUDA_OPS = {
+    "attention_fwd": "attention",
+    "attention_bwd": "attention",
+    "attention_plan": "attention",
+    "attention_decode": "attention",
     "layer_norm_fwd": "layer_norm",
     "layer_norm_bwd": "layer_norm",
     "rnn_scan_fwd": "rnn",
@@ -69,6 +73,10 @@ FUNCTIONS = {
 }
 # Of these, what has CUDA C++ kernels.
 CUDA_FUNCTIONS = (
+    "scaled_dot_product_attention",
+    "attention",
+    "attention_varlen",
+    "attention_decode",
     "layer_norm",
     "rms_norm",
     "add_layer_norm",
@@ -200,8 +208,8 @@ def use_backend(name: str) -> Iterator[None]:
         name: "auto" (C++ for CPU tensors; for CUDA tensors the faster of Triton and CUDA C++ where both were timed,
             else Triton, or CUDA C++ where triton is not installed), "reference" (the equations in plain PyTorch),
             "cpu" (C++), "triton" (CUDA tensors; CPU tensors when TRITON_INTERPRET=1), "cuda" (CUDA C++, compiled with
-            the library where nvcc was: norms and recurrent layers on CUDA tensors; CPU tensors only in the tests'
-            host executor).
+            the library where nvcc was: attention, norms and recurrent layers on CUDA tensors; CPU tensors only in the
+            tests' host executor).
 
     Raises:
         ValueError: for another name. An op that the backend cannot run raises NotImplementedError when it is called.
@@ -351,7 +359,7 @@ def cuda_ops(slice: str, tensor: torch.Tensor) -> Any:
 def kernel(name: str, tensor: torch.Tensor) -> Callable[..., Any]:
     """The callable behind the dispatcher op `name` for `tensor`, under the backend in force (never "reference")."""
     if _backend in ("triton", "cuda") and tensor.device.type == "cpu":  # interpreted, or in the host executor
-        return _CUDA[name] if _backend == "cuda" and name in CUDA_OPS else _triton_launcher(name)
+        return _cuda_launcher(name) if _backend == "cuda" and name in CUDA_OPS else _triton_launcher(name)
     return _OPS[name]
 
 
@@ -360,10 +368,17 @@ def _triton_launcher(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"seqkern.kernels.{SLICES[name]}"), name)
 
 
+def _cuda_launcher(name: str) -> Callable[..., Any]:
+    """The op in CUDA C++; attention's are told more than the dispatcher's op is."""
+    if SLICES[name] == "attention":
+        return getattr(importlib.import_module("seqkern._attention_cuda"), name)
+    return _CUDA[name]
+
+
 def _for_cuda_key(name: str) -> Callable[..., Any]:
     """What the dispatcher runs for CUDA tensors: Triton, imported when it first runs, or CUDA C++."""
     if name in CUDA_OPS:
-        slice, own = SLICES[name], _CUDA[name]
+        slice, own = SLICES[name], _cuda_launcher(name)
 
         def launch(*args: Any) -> Any:
             return (own if cuda_ops(slice, args[0]) else _triton_launcher(name))(*args)

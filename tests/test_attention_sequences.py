@@ -381,6 +381,73 @@ def test_decode_has_no_gradient():
         decode(query, keys, values, counts)
 
 
+def paged(keys, values, counts, page, left):
+    """The caches in pages of no order, NaN in those of no token, and -1 where the table is not to be looked at."""
+    batch, room = keys.shape[0], keys.shape[2]
+    count = room // page
+    order = torch.randperm(batch * count + 3)
+    table = order[: batch * count].view(batch, count)
+    pages = []
+    for t in (keys, values):
+        pages.append(torch.full((len(order), t.shape[1], page, t.shape[3]), math.nan, dtype=t.dtype))
+        pages[-1][table.flatten()] = t.unflatten(2, (count, page)).transpose(1, 2).flatten(0, 1)
+    shown = table.to(torch.int32)
+    for b, length in enumerate(counts.tolist()):
+        shown[b, -(-(length + 2) // page) :] = -1
+        first = max(0, min(length, length + 2 - 3 - left)) // page
+        pages[0][table[b, :first]], pages[1][table[b, :first]] = math.nan, math.nan
+        shown[b, :first] = -1
+    return pages, shown, table
+
+
+@pytest.mark.parametrize("page", [1, 7, 16, 64, 128])
+@pytest.mark.parametrize("left", [30, 10_000])
+def test_a_cache_in_pages(page, left, dtype):
+    """The same bits as from one piece; new tokens go where the table says."""
+    lengths = [0, 1, 63, 64, 130]
+    keys, values, counts = cache(lengths, room=896, dtype=dtype)
+    query, slopes = torch.randn(5, 8, 3, 16).to(dtype), torch.rand(5, 8)
+    token = {"key": torch.randn(5, 2, 2, 16).to(dtype), "value": torch.randn(5, 2, 2, 24).to(dtype)}
+    pages, shown, table = paged(keys, values, counts, page, left)
+    options = {"window": (left, 0), "alibi_slopes": slopes, "return_lse": True}
+    ours = decode(query, *pages, counts, **token, page_table=shown, **options)
+    expected = decode(query, keys, values, counts, **token, **options)
+    assert equal(ours, expected)
+    for ours, whole in zip(pages, (keys, values), strict=True):
+        for b, length in enumerate(lengths):
+            together = ours[table[b]].transpose(0, 1).flatten(1, 2)
+            assert torch.equal(together[:, length : length + 2], whole[b, :, length : length + 2])
+            assert together[:, length + 2 :].isnan().all()
+    longer = decode(query, *pages, counts + 2, page_table=table, **options)
+    assert equal(longer, expected)
+
+
+def test_pages_with_the_reference_and_compiled():
+    keys, values, counts = cache([5, 90], room=96)
+    query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 24)
+    pages, shown, _ = paged(keys, values, counts, 16, 1000)
+    copies = [[t.clone() for t in pages] for _ in range(2)]
+    expected = decode(query, *pages, counts, key=key, value=value, page_table=shown)
+    with seqkern.use_backend("reference"):
+        ours = decode(query, *copies[0], counts, key=key, value=value, page_table=shown)
+    torch.testing.assert_close(ours, expected)
+
+    @torch.compile(fullgraph=True)
+    def compiled(query, keys, values, counts, key, value, table):
+        return decode(query, keys, values, counts, key=key, value=value, page_table=table)
+
+    assert torch.equal(compiled(query, *copies[1], counts, key, value, shown), expected)
+    for other in copies:
+        torch.testing.assert_close(other, pages, equal_nan=True, atol=0, rtol=0)
+
+
+def test_no_pages():
+    none = torch.zeros(2, 0, dtype=torch.int32)
+    out, lse = decode(torch.randn(2, 4, 1, 8), C[:0], C[:0], N * 0, page_table=none, return_lse=True)
+    assert not out.count_nonzero()
+    assert (lse == -math.inf).all()
+
+
 def test_nothing_is_written_when_something_is_wrong():
     keys, values, counts = cache([5, 199])
     before = keys.clone(), values.clone()
@@ -513,6 +580,7 @@ Q = torch.randn(10, 4, 8)
 S = torch.tensor([0, 3, 10])
 C = torch.randn(2, 2, 16, 8)
 N = torch.tensor([3, 5])
+P = torch.tensor([[1], [0]])
 T, K = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8)
 
 
@@ -583,7 +651,20 @@ def test_errors_of_packed_sequences(error, words, call):
          lambda: decode(T, C, C, N, key=T, value=K)),
         (TypeError, "value must have the query's dtype", lambda: decode(T, C, C, N, key=K, value=K.half())),
         (ValueError, "window must have numbers", lambda: decode(T, C, C, N, window=(-5, 0))),
-        (NotImplementedError, "it has no kernels in CUDA C++", lambda: on("cuda", lambda: decode(T, C, C, N))),
+        (NotImplementedError, "the cuda backend runs on CPU tensors only in the host executor",
+         lambda: on("cuda", lambda: decode(T, C, C, N))),
+        (TypeError, "page_table must be a tensor or None, got list", lambda: decode(T, C, C, N, page_table=[[0]])),
+        (TypeError, "page_table must be int32 or int64, got torch.float32",
+         lambda: decode(T, C, C, N, page_table=torch.zeros(2, 1))),
+        (ValueError, r"page_table must have shape \(2, pages\), got \(2,\)", lambda: decode(T, C, C, N, page_table=N)),
+        (ValueError, "value_cache must have the key_cache's pages and heads",
+         lambda: decode(T, C, C[:1], N, page_table=P)),
+        (ValueError, "cache_lengths must leave room for 1 new tokens among 16, got 20 for sequence 1",
+         lambda: decode(T, C, C, N * 4, key=K, value=K, page_table=P)),
+        (ValueError, "page_table must name pages from 0 to 1, got -1 for sequence 1 of 6 tokens",
+         lambda: decode(T, C, C, N, key=K, value=K, page_table=P - P.flip(0))),
+        (ValueError, "page_table must name pages from 0 to 1, got 2 for sequence 0", lambda: decode(
+            T, C, C, N, page_table=P + 1)),
     ],
 )  # fmt: skip
 def test_errors_of_decoding(error, words, call):

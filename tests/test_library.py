@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqkern
-from seqkern import _library
+from seqkern import _attention_cuda, _library
 from seqkern.testing import compare, poison, verify
 
 ROOT = Path(__file__).parent.parent
@@ -112,8 +112,8 @@ def test_auto_is_triton_until_measured_otherwise(gpu):
 
 def test_auto_without_triton(gpu, monkeypatch):
     monkeypatch.setattr(_library, "has_triton", lambda: False)
-    assert _library.backend_for("rms_norm", OnGpu) == "cuda"
-    for op in ("lstm", "attention"):
+    assert _library.backend_for("rms_norm", OnGpu) == _library.backend_for("attention", OnGpu) == "cuda"
+    for op in ("lstm", "lstm_cell"):
         with pytest.raises(NotImplementedError, match="needs the triton package, which is not installed"):
             _library.backend_for(op, OnGpu)
     with seqkern.use_backend("cuda"), pytest.raises(NotImplementedError, match="lstm: .* need the triton package"):
@@ -124,7 +124,10 @@ def test_cuda_on_request(gpu):
     with seqkern.use_backend("cuda"):
         assert _library.backend_for("gru", OnGpu) == _library.backend_for("layer_norm", OnGpu) == "cuda"
         assert _library.cuda_ops("rnn", OnGpu) is torch.ops.seqkern_cuda
-        for op in ("attention", "gru_cell"):
+        for op in ("scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode"):
+            assert _library.backend_for(op, OnGpu) == "cuda"
+        assert _library.cuda_ops("attention", OnGpu) is torch.ops.seqkern_cuda
+        for op in ("lstm_cell", "gru_cell"):
             with pytest.raises(
                 NotImplementedError, match=rf'{op}: it has no kernels in CUDA C\+\+; use_backend\("triton'
             ):
@@ -194,8 +197,10 @@ def test_cuda_backend_on_cpu_tensors_is_for_the_executor(monkeypatch):
     with seqkern.use_backend("cuda"):
         with pytest.raises(NotImplementedError, match="layer_norm: .* host executor that SEQKERN_SIMT names"):
             seqkern.layer_norm(x, (8,))
-        with pytest.raises(NotImplementedError, match="attention: it has no kernels in CUDA"):
-            seqkern.explain("attention")
+        with pytest.raises(NotImplementedError, match="attention: .* host executor that SEQKERN_SIMT names"):
+            seqkern.attention(x[None, None], x[None, None], x[None, None])
+        with pytest.raises(NotImplementedError, match="gru_cell: it has no kernels in CUDA"):
+            seqkern.explain("gru_cell")
     monkeypatch.setattr(_library, "_executor", "loaded")
     with seqkern.use_backend("cuda"):
         assert _library.kernel("layer_norm_fwd", x) is torch.ops.seqkern_cuda.layer_norm_fwd.default
@@ -217,6 +222,27 @@ def test_explain_tells_the_tier_of_a_scan(monkeypatch):
         assert "float64 goes step by step" in seqkern.explain("lstm", x.double(), w_hh.double()).reason
 
 
+def test_explain_tells_the_kernels_of_attention(monkeypatch):
+    def plan(query, value_dim, backward, path):
+        assert (query.shape, value_dim, path) == ((1, 2, 3, 40), 80, "mma")
+        return "small tiles" if backward else "large tiles"
+
+    monkeypatch.setattr(_library, "_executor", "loaded")
+    monkeypatch.setattr(torch.ops.seqkern_cuda, "attention_plan", plan)
+    query, value = torch.ones(1, 2, 3, 40), torch.ones(1, 2, 3, 80)
+    with seqkern.use_backend("cuda"), _attention_cuda.use_path("mma"):
+        choice = seqkern.explain("attention", query, query, value)
+        assert "forward large tiles; backward small tiles" in choice.reason
+        assert seqkern.explain("attention_varlen").kernel == "CUDA C++, executed on the host"
+        with pytest.raises(NotImplementedError, match=r'float64; use_backend\("triton"\) runs it'):
+            seqkern.explain("attention", query.double())
+        with pytest.raises(NotImplementedError, match=r'1 to 256, .* use_backend\("reference"\) runs any'):
+            seqkern.explain("attention", query.new_ones(1, 2, 3, 257))
+    words = "path must be one of auto, mma, hopper, got 'wgmma'"
+    with pytest.raises(ValueError, match=words), _attention_cuda.use_path("wgmma"):
+        pass
+
+
 def test_the_executor_is_a_library():
     result = subprocess.run(
         [sys.executable, "-c", "import seqkern"],
@@ -225,19 +251,23 @@ def test_the_executor_is_a_library():
     assert "ValueError: SEQKERN_SIMT must name the library that tests/simt builds, got '/nowhere.so'" in result.stderr
 
 
-@pytest.mark.parametrize(("file", "backends"), [("bench_rnn", {"triton", "cuda"}), ("bench_attention", {None})])
+@pytest.mark.parametrize(
+    ("file", "backends"),
+    [("bench_rnn", {"triton", "cuda"}), ("bench_attention", {"triton", "cuda", "cuda mma", "cuda hopper"})],
+)
 def test_benchmarks_run_every_backend_of_a_gpu(file, backends):
     program = f"""
 import pytest, sys, torch
-from seqkern import _library
+from seqkern import _attention_cuda, _library
 _library.has_triton = lambda: True
 _library._runs_on = lambda index: True
+_library._capability = lambda index: (9, 0)
 torch.cuda.current_device = lambda: 0
 sys.exit(pytest.main(["--collect-only", "-q", "--device", "cuda", "benchmarks/{file}.py"]))
 """
     collected = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     cases = re.findall(r"::\w+\[(.*)\]", collected.stdout)
-    found = [re.search(r"triton|cuda", case) for case in cases]
+    found = [re.search(r"triton|cuda( \w+)?", case) for case in cases]
     assert {match and match[0] for match in found} == backends
 
 

@@ -28,7 +28,7 @@ from seqkern.ops._attention_checks import (
     prepare_slopes,
     shape_of,
 )
-from seqkern.ops._autograd import Cost, readable, transforms_active, wants_gradient
+from seqkern.ops._autograd import Cost
 
 
 def scaled_dot_product_attention(
@@ -296,126 +296,6 @@ def attention_varlen(
     )  # fmt: skip
     out = out[0].transpose(0, 1)
     return (out, lse[0].transpose(0, 1)) if return_lse else out
-
-
-def attention_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_lengths: Tensor,
-    *,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of the newest tokens over a cache of keys and values, which it extends first.
-
-    With key and value, their N rows are written into the caches at cache_lengths, in place: the one change that seqkern
-    makes to its arguments. cache_lengths stays as it is: add N to it before the next call. The queries are the last Nq
-    tokens of every sequence, so that query i sees what is at or before position cache_lengths + N - Nq + i. What the
-    caches hold beyond is never read.
-
-    Args:
-        query: (B, H, Nq, D), float64, float32, bfloat16 or float16.
-        key_cache: (B, Hk, Nmax, D) in the query's dtype, H a multiple of Hk. value_cache: (B, Hk, Nmax, Dv) likewise.
-        cache_lengths: (B,), int32 or int64: the tokens in the cache of every sequence, without the new ones.
-        key, value: the new tokens' (B, Hk, N, D) and (B, Hk, N, Dv), or both None where the caches have them already.
-        window: (left, right), as `attention`; right is 0.
-        alibi_slopes, softcap, sinks, scale, return_lse: as `attention`.
-
-    Returns:
-        As `attention`. Under autocast, query, key and value are cast to the caches' dtype.
-
-    Raises:
-        As `attention`. ValueError also for tokens that do not fit the cache, before anything is written (checked where
-        the lengths can be read at once: on the CPU, not compiled). NotImplementedError where a gradient is wanted:
-        there is none; use torch.no_grad(), or `attention`.
-
-    Source: as `attention`.
-
-    Example:
-        >>> import torch, seqkern
-        >>> keys, values = torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 8)  # room for 16 tokens
-        >>> lengths = torch.tensor([3, 5])  # of which the sequences have 3 and 5
-        >>> q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 1, 8), torch.randn(2, 1, 1, 8)
-        >>> y = seqkern.attention_decode(q, keys, values, lengths, key=k, value=v)
-        >>> lengths += 1
-    """
-    op = "attention_decode"
-    check_tensors(op, query, least=4, most=4)
-    if (key is None) != (value is None):
-        raise ValueError(f"{op}: key and value must be given together")
-    new = {} if key is None or value is None else {"key": key, "value": value}
-    for name, t in ({"key_cache": key_cache, "value_cache": value_cache} | new).items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        if t.dim() != 4:
-            raise ValueError(f"{op}: {name} must have 4 dimensions, got shape {shape_of(t)}")
-    if torch.is_autocast_enabled(query.device.type):
-        query = query.to(key_cache.dtype)
-        new = {name: t.to(key_cache.dtype) for name, t in new.items()}
-    check_types(op, query, key_cache=key_cache, value_cache=value_cache, **new)
-    check_head_dim(op, query, key_cache)
-    check_batch(op, query, key_cache, value_cache, ("key_cache", "value_cache"))
-    batch, _, queries, head_dim = query.shape
-    for name, t in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if any(t.shape[d] > 1 and t.stride(d) == 0 for d in range(3)):
-            raise ValueError(f"{op}: {name} must have memory of its own for every row, got strides {t.stride()}")
-    room = key_cache.shape[2]
-    if value_cache.shape[2] != room:
-        raise ValueError(f"{op}: value_cache must have the key_cache's {room} rows, got shape {shape_of(value_cache)}")
-    lengths = check_key_lengths(op, cache_lengths, query, batch, "cache_lengths")
-    left, right = check_band(op, True, window)
-    if alibi_slopes is not None:
-        alibi_slopes = prepare_slopes(op, alibi_slopes, query, batch)
-    if sinks is not None:
-        sinks = prepare_sinks(op, sinks, query)
-    scale, softcap = check_scale(op, scale, head_dim), check_softcap(op, softcap)
-    backend = backend_for(op, query)
-    if wants_gradient(query, key_cache, value_cache, alibi_slopes, sinks, *new.values()) or transforms_active():
-        raise NotImplementedError(
-            f"{op} has no gradient and does not run inside transforms: call it under torch.no_grad(), or use attention"
-        )
-    lengths = _append(op, key_cache, value_cache, lengths, new)
-    out, lse = run(
-        backend, query, key_cache, value_cache, None, None, None, lengths, alibi_slopes, sinks, None, queries, room,
-        0, True, left, right, scale, softcap, 0.0,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
-
-
-def _append(op: str, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, new: dict[str, Tensor]) -> Tensor:
-    """Writes the new keys and values where the caches end; the lengths with them."""
-    count = new["key"].shape[2] if new else 0
-    for (name, t), cache in zip(new.items(), (key_cache, value_cache), strict=False):
-        expected = (*cache.shape[:2], count, cache.shape[3])
-        if t.shape != expected:
-            raise ValueError(f"{op}: {name} must have shape {tuple(expected)} to fit the cache, got {shape_of(t)}")
-    room, ends = key_cache.shape[2], None
-    if readable(lengths):
-        ends = lengths.tolist()
-        for b, length in enumerate(ends):
-            if length < 0 or length + count > room:
-                raise ValueError(
-                    f"{op}: cache_lengths must leave room for {count} new tokens among {room}, "
-                    f"got {length} for sequence {b}"
-                )
-    if not new:
-        return lengths
-    if ends and min(ends) == max(ends):  # one slice for all, which takes half the time
-        key_cache.narrow(2, ends[0], count).copy_(new["key"])
-        value_cache.narrow(2, ends[0], count).copy_(new["value"])
-        return lengths + count
-    sequence = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
-    position = lengths.long()[:, None] + torch.arange(count, device=lengths.device)
-    key_cache[sequence, :, position] = new["key"].transpose(1, 2)
-    value_cache[sequence, :, position] = new["value"].transpose(1, 2)
-    return lengths + count
 
 
 def _seed(op: str, dropout_p: float, query: Tensor) -> Tensor | None:

@@ -1,0 +1,73 @@
+"""Attention's kernels in CUDA C++ behind its dispatcher ops, as kernels/attention.py has those in Triton."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PATHS = ("auto", "mma", "hopper")
+_MOST_DIM = 256
+_path = "auto"
+
+
+@contextlib.contextmanager
+def use_path(name: str) -> Iterator[None]:
+    """Chooses among the kernels in CUDA C++, process-wide, for tests and benchmarks; "auto" is the ops' own choice."""
+    global _path
+    if name not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {name!r}")
+    previous = _path
+    _path = name
+    try:
+        yield
+    finally:
+        _path = previous
+
+
+def check(query: Tensor, value: Tensor) -> None:
+    """Raises NotImplementedError for what the kernels are not made for."""
+    if query.dtype == torch.float64:
+        raise NotImplementedError(
+            "seqkern attention: the CUDA C++ kernels take float32, bfloat16 and float16, got float64; "
+            'use_backend("triton") runs it'
+        )
+    if not (1 <= query.size(-1) <= _MOST_DIM and 1 <= value.size(-1) <= _MOST_DIM):
+        raise NotImplementedError(
+            f"seqkern attention: the CUDA C++ kernels take head dimensions of 1 to {_MOST_DIM}, got query "
+            f'{tuple(query.shape)} and value {tuple(value.shape)}; use_backend("reference") runs any'
+        )
+
+
+def tf32(query: Tensor) -> bool:
+    """Whether products of float32 may be of tf32 numbers: torch's flag for its own matrix products."""
+    return query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """The arguments of `seqkern::attention_fwd` -> out, lse."""
+    check(query, value)
+    own = {"tf32": tf32(query), "path": _path}
+    return torch.ops.seqkern_cuda.attention_fwd(query, key, value, *rest, **named, **own)
+
+
+def attention_bwd(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    """The arguments of `seqkern::attention_bwd` -> the gradients."""
+    check(query, value)
+    own = {"tf32": tf32(query), "path": _path}
+    return torch.ops.seqkern_cuda.attention_bwd(grad_out, grad_lse, query, key, value, *rest, **named, **own)
+
+
+def plan(tensors: tuple[Tensor, ...]) -> str:
+    """For `explain`: the kernels that query, key and value would get, and why."""
+    query, value = tensors[0], tensors[min(2, len(tensors) - 1)]
+    check(query, value)
+    passes = [
+        torch.ops.seqkern_cuda.attention_plan(query, value.size(-1), backward, _path) for backward in (False, True)
+    ]
+    return f"forward {passes[0]}; backward {passes[1]}"
