@@ -11,54 +11,94 @@ import torch
 import torch.nn.functional as F
 
 import seqkern
-from benchmarks.harness import Contest, backward_only, compete, forward_backward, forward_only
+from benchmarks.harness import Contest, backward_only, chosen_device, compete, forward_backward, forward_only
+from seqkern import reference
 from seqkern.ops._autograd import Cost
 from seqkern.ops.attention import cost
-from seqkern.testing import attention_case, check_case
+from seqkern.testing import ErrorReport, attention_case, check_case, compare
 
 HEADS = 8
 DIRECTIONS = {"forward": forward_only, "backward": backward_only}
 sdpa = F.scaled_dot_product_attention
 
 
-@pytest.mark.parametrize("length", [256, 1024, 4096, 8192], ids="N{}".format)
-@pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
+# On a CPU one sequence of 8 heads. On a GPU 16k tokens with 2048 columns of heads, as FlashAttention's papers have it.
+CPU_GRID = [(n, d) for d in (64, 128) for n in (256, 1024, 4096, 8192)]
+GPU_GRID = [(n, d) for d in (64, 128, 256) for n in (512, 1024, 2048, 4096, 8192, 16384, 32768)]
+GPU_TOKENS, GPU_COLUMNS = 16384, 2048
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "grid" in metafunc.fixturenames:
+        grid = GPU_GRID if chosen_device(metafunc.config) == "cuda" else CPU_GRID
+        metafunc.parametrize("grid", grid, ids=[f"D{d}-N{n}" for n, d in grid])
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_attention(benchmark, direction, causal, head_dim, length, dtype, device):
-    inputs = qkv(length, length, head_dim, dtype, device)
-    size = (1, HEADS, length, length, head_dim, dtype)
+def test_attention(benchmark, direction, causal, grid, dtype, device, path):
+    length, head_dim = grid
+    batch, heads = (max(1, GPU_TOKENS // length), GPU_COLUMNS // head_dim) if device == "cuda" else (1, HEADS)
+    inputs = qkv(length, length, head_dim, dtype, device, batch=batch, heads=heads)
+    if path == "hopper" and dtype == torch.float32:
+        pytest.skip("the Hopper kernels are for 16-bit types")
+    peers = {"torch": lambda q, k, v: sdpa(q, k, v, is_causal=causal)}
+    if device == "cuda":
+        from benchmarks.attention_peers import on_gpu
+
+        peers = on_gpu(inputs, causal)
     contest(
         benchmark,
         name="attention causal" if causal else "attention",
-        shape=f"B1 H{HEADS} N{length} D{head_dim}",
+        shape=f"B{batch} H{heads} N{length} D{head_dim}",
         mode=direction,
         inputs=inputs,
         ours=lambda q, k, v: seqkern.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        peers={"torch": lambda q, k, v: sdpa(q, k, v, is_causal=causal)},
-        work=cost(*size, causal=causal, backward=direction == "backward"),
+        peers=peers,
+        work=cost(batch, heads, length, length, head_dim, dtype, causal=causal, backward=direction == "backward"),
         case=attention_case(min(length, 512), heads=2, head_dim=head_dim, causal=causal),
     )
 
 
-@pytest.mark.parametrize("keys", [4096, 8192, 16384, 32768], ids="N{}".format)
+# Sequences, new tokens of each, keys. The last three are for a GPU's memory: its reads need many blocks to be fast.
+DECODED = [(1, 1, 4096), (1, 1, 8192), (1, 1, 16384), (1, 1, 32768), (32, 1, 8192), (1, 8, 8192), (32, 8, 8192)]
+
+
+@pytest.mark.parametrize("calls", DECODED, ids="B{0[0]} Q{0[1]} N{0[2]}".format)
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
-def test_decode(benchmark, head_dim, keys, dtype, device):
-    """One new token, 32 query heads on 8 key heads."""
-    heads, kv_heads = 32, 8
-    query, key, value = qkv(1, keys, head_dim, dtype, device, heads=heads, kv_heads=kv_heads)
-    lengths = torch.full((1,), keys, device=device)
+def test_decode(benchmark, head_dim, calls, dtype, device):
+    """New tokens, 32 query heads on 8 key heads."""
+    (batch, queries, keys), heads, kv_heads = calls, 32, 8
+    if device == "cpu" and (batch, queries) != (1, 1):
+        pytest.skip("for GPUs")
+    query, key, value = qkv(queries, keys, head_dim, dtype, device, batch=batch, heads=heads, kv_heads=kv_heads)
+    lengths = torch.full((batch,), keys, device=device)
+    visible = None
+    if queries > 1:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+    def ours(q, k, v):
+        return seqkern.attention_decode(q, k, v, lengths)
+
+    def theirs(q, k, v):
+        return sdpa(q, k, v, visible, enable_gqa=True)
+
+    def gate():  # of the first sequence: float64 has room for it
+        q, k, v = query[:1], key[:1], value[:1]
+        exact, _ = reference.attention(q.double(), k.double(), v.double(), diagonal=keys - queries, right=0)
+        return [compare(ours(query, key, value)[:1], theirs(q, k, v), exact, name="out")]
+
     contest(
         benchmark,
         name="attention decode",
-        shape=f"B1 H{heads}/{kv_heads} N{keys} D{head_dim}",
+        shape=f"B{batch} H{heads}/{kv_heads} N{keys} D{head_dim}" + (f" Q{queries}" if queries > 1 else ""),
         mode="forward",
         inputs=[query, key, value],
-        ours=lambda q, k, v: seqkern.attention_decode(q, k, v, lengths),
-        peers={"torch": lambda q, k, v: sdpa(q, k, v, enable_gqa=True)},
-        work=cost(1, heads, 1, keys, head_dim, dtype, kv_heads=kv_heads),
-        case=attention_case(1, keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
-        decodes=True,
+        ours=ours,
+        peers={"torch": theirs},
+        work=cost(batch, heads, queries, keys, head_dim, dtype, kv_heads=kv_heads),
+        gate=gate,
+        reads=True,
     )
 
 
@@ -183,14 +223,15 @@ def qkv(
     dtype: torch.dtype,
     device: str,
     *,
+    batch: int = 1,
     heads: int = HEADS,
     kv_heads: int | None = None,
     value_dim: int | None = None,
 ) -> list[torch.Tensor]:
     shapes = [
-        (1, heads, queries, head_dim),
-        (1, kv_heads or heads, keys, head_dim),
-        (1, kv_heads or heads, keys, value_dim or head_dim),
+        (batch, heads, queries, head_dim),
+        (batch, kv_heads or heads, keys, head_dim),
+        (batch, kv_heads or heads, keys, value_dim or head_dim),
     ]
     return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
@@ -205,9 +246,11 @@ def contest(
     ours: Callable[..., Any],
     peers: dict[str, Callable[..., Any]],
     work: Cost,
-    case: Any,
-    decodes: bool = False,
+    case: Any = None,
+    gate: Callable[[], list[ErrorReport]] | None = None,
+    reads: bool = False,
 ) -> None:
+    """`gate` instead of a case; `reads`: nearly all of its bytes are read."""
     make = {"forward+backward": forward_backward, **DIRECTIONS}[mode]
     dtype, device = inputs[0].dtype, inputs[0].device.type
     compete(
@@ -220,9 +263,8 @@ def contest(
             device=device,
             ours=make(ours, inputs),
             peers={peer: make(function, inputs) for peer, function in peers.items()},
-            # Decoding has no gradients, and reads nearly all of its bytes.
-            gate=lambda: [r for r in check_case(case, dtype, device=device) if not (decodes and "grad" in r.name)],
+            gate=gate or (lambda: check_case(case, dtype, device=device)),
             cost=work,
-            reads=decodes,
+            reads=reads,
         ),
     )

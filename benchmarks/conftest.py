@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from seqkern import _library, use_backend
+from benchmarks.harness import chosen_device
+from seqkern import _attention_cuda, _library, use_backend
 from seqkern._explain import describe_machine
 
 
@@ -26,32 +27,42 @@ def _threads(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On a GPU a case of a slice that CUDA C++ has as well runs once in Triton and once there."""
+    """On a GPU a case of a slice that CUDA C++ has as well runs once in Triton and once there.
+
+    One that asks for `path` runs there once with each kind of kernels that the GPU has.
+    """
     slice = metafunc.module.__name__.rpartition("bench_")[2]
     if (
         "backend" in metafunc.fixturenames
-        and _device(metafunc.config) == "cuda"
+        and chosen_device(metafunc.config) == "cuda"
         and slice in _library.CUDA_OPS.values()
     ):
-        metafunc.parametrize("backend", _library.gpu_backends(slice), indirect=True)
-
-
-def _device(config: pytest.Config) -> str:
-    return config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        backends = _library.gpu_backends(slice)
+        if "path" in metafunc.fixturenames and "cuda" in backends:
+            hopper = _library._capability(torch.cuda.current_device()) == (9, 0)
+            backends[-1:] = ["cuda mma", "cuda hopper"] if hopper else ["cuda mma"]
+        metafunc.parametrize("backend", backends, indirect=True)
 
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    return _device(request.config)
+    return chosen_device(request.config)
 
 
 @pytest.fixture(autouse=True)
 def backend(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[str]:
     """What seqkern runs on in this case, its gate included."""
-    name = getattr(request, "param", "auto")
-    benchmark.extra_info["backend"] = name
-    with use_backend(name):
-        yield name
+    param = getattr(request, "param", "auto")
+    name, _, path = param.partition(" ")
+    benchmark.extra_info["backend"] = param
+    with use_backend(name), _attention_cuda.use_path(path or "auto"):
+        yield param
+
+
+@pytest.fixture
+def path(backend: str) -> str:
+    """The kind of kernels in CUDA C++ that is asked for, or "auto"."""
+    return backend.partition(" ")[2] or "auto"
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

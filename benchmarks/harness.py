@@ -22,6 +22,11 @@ from seqkern.testing import ErrorReport
 Thunk = Callable[[], Any]
 
 
+def chosen_device(config: Any) -> str:
+    """Of a pytest run: as `--device` says, or a GPU where one is."""
+    return config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @dataclass(frozen=True)
 class Contest:
     """One measured case: the same work by seqkern and by each peer.
