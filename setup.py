@@ -256,7 +256,7 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         *(cuda_rule(cuda) if cuda else ()),
     ]
     objects = []
-    for source in sorted(CSRC.rglob("*.cu"), reverse=True) if cuda else ():
+    for source in sorted(CSRC.rglob("*.cu"), key=lambda p: ("backward" in p.stem, p), reverse=True) if cuda else ():
         # First, because they take longest; what has no kernels is compiled once.
         archs = cuda.archs if has_kernels(source) else cuda.archs[:1]
         name = f"{source.relative_to(CSRC).with_suffix('')}.cu.o"
