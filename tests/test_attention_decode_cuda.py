@@ -272,6 +272,65 @@ def check_new_rows(device: str) -> None:
     assert same(written[1], full["key_cache"][1])
 
 
+def check_idle_places(device: str) -> None:
+    """New rows without a place are written nowhere: in no page, beyond the room, of sequences of negative length."""
+    # Sequences that write one row, two (the third has no page), none (no page), none (negative), one (no more room),
+    # none (no room), none (negative, and no page).
+    lengths, written = [3, 6, 0, -1, 15, 40, -7], [3, 2, 0, 0, 1, 0, 0]
+    table = torch.tensor([[5, 1], [2, -1], [-1, -1], [4, 6], [7, 8], [0, 3], [-1, 11]], dtype=torch.int32)
+    for dtype, page, splits, integer in itertools.product(FLOATS, (None, 8), (1, 3), (torch.int32, torch.int64)):
+        generator = torch.Generator().manual_seed(11)
+
+        def normal(*shape: int, generator: torch.Generator = generator, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        batch = len(lengths)
+        query, key, value = normal(batch, 4, 2, 40), normal(batch, 2, 3, 40), normal(batch, 2, 3, 24)
+        caches = [normal(11 if page else batch, 2, page or 16, n) for n in (40, 24)]
+        expected = [t.clone() for t in caches]
+        for b, n in enumerate(written if page else [3, 3, 3, 0, 1, 0, 0]):
+            for row in range(lengths[b], lengths[b] + n):
+                where, at = (table[b, row // page], row % page) if page else (b, row)
+                for cache, tokens in zip(expected, (key, value), strict=True):
+                    cache[where, :, at] = tokens[b, :, row - lengths[b]]
+        arguments = [query, *caches, torch.tensor(lengths, dtype=integer), key, value, table if page else None]
+        there = [Problem.moved(t, device) for t in arguments]
+        rest = (None, None, -1, 0, 40**-0.5, 0.0, False, splits)
+        out, lse = torch.ops.seqkern_cuda.attention_decode(*there, *rest)
+        assert equal([t.cpu() for t in there[1:3]], expected), (dtype, page, splits)
+        negative = torch.tensor(lengths) < 0
+        assert not out.cpu()[negative].count_nonzero()
+        assert (lse.cpu()[negative] == -math.inf).all()
+        assert lse.cpu()[~negative].isfinite().all()
+
+
+def check_no_pages(device: str) -> None:
+    """A pool without pages: nothing to see and nothing to write, whatever the table says."""
+    for dtype, new, splits in itertools.product(FLOATS, (0, 2), (0, 3)):
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        tokens = [zeros(2, 2, new, n) if new else None for n in (8, 24)]
+        table, lengths = zeros(2, 3, dtype=torch.int32) - 1, zeros(2, dtype=torch.int32)
+        arguments = (zeros(2, 4, 2, 8), zeros(0, 2, 16, 8), zeros(0, 2, 16, 24), lengths, *tokens, table)
+        for sinks in (None, torch.ones(4, device=device)):
+            rest = (None, sinks, -1, 0, 1.0, 0.0, False, splits)
+            out, lse = torch.ops.seqkern_cuda.attention_decode(*arguments, *rest)
+            assert out.shape == (2, 4, 2, 24)
+            assert not out.count_nonzero()
+            torch.testing.assert_close(lse, torch.full_like(lse, -math.inf if sinks is None else 1))
+        if new:
+            continue
+        results = []
+        for backend in ("cuda", "reference"):
+            with seqkern.use_backend(backend):
+                some = seqkern.attention_decode(*arguments[:4], page_table=table, return_lse=True)
+                results.append([t.cpu() for t in some])
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1].to(results[0][1].dtype))
+
+
 def check_splits(device: str) -> None:
     """As many as asked for give what one gives, within the rule; the rule's number among them."""
     for dtype, page in itertools.product(FLOATS, (None, 16)):
@@ -406,12 +465,12 @@ def test_executor_error_rule(simt):
 
 
 def test_executor_pages_and_new_rows(simt):
-    simt(HERE, "check_pages", "check_new_rows", "check_api", seed=2, sanitize=False)
+    simt(HERE, "check_pages", "check_new_rows", "check_idle_places", "check_api", seed=2, sanitize=False)
 
 
 def test_executor_memory(simt):
     """Nothing beside the tensors is touched."""
-    simt(HERE, "check_few_or_none", "check_refusals", "check_digest", seed=3)
+    simt(HERE, "check_few_or_none", "check_no_pages", "check_idle_places", "check_refusals", "check_digest", seed=3)
 
 
 def test_executor_splits_and_bits(simt):

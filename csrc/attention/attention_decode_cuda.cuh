@@ -35,7 +35,9 @@
 // round, and a long sum would feel it.
 //
 // New rows are read where they are given, never from the cache; blocks that need not wait for each other write them
-// there. Nothing that no query sees is read, so pages of what has left a window may be gone.
+// there. Nothing that no query sees is read, so pages of what has left a window may be gone. A new row without a place,
+// beyond the cache's room or in a page that is not there, is not written; nor are those of a sequence whose length is
+// below 0, which sees nothing at all. So a recorded batch may have places that nobody uses.
 //
 // What was tried, judged by the compiler's reports for sm_90: all scores of a tile at once, with keys and values in
 // slots of their own and two barriers a tile. Of three blocks a multiprocessor every instance spilled, 72 bytes
@@ -91,12 +93,13 @@ constexpr int shared_bytes(int tiles, bool paged) {
   return loop > sums ? loop : sums;
 }
 
-// A sequence with its new rows; `old` of its keys are in the cache.
+// A sequence with its new rows, as far as there is room; `old` of its keys are in the cache. One of a length below 0
+// has nothing.
 SK_DEVICE AttentionPlace place_of(const Decode& p, int64_t s, int* old) {
-  *old = static_cast<int>(clamp_row(p.call.key_lengths[s], p.call.max_keys));
-  AttentionPlace at{
-      s,          0,          0, p.call.max_queries, min(*old + p.appended, p.call.max_keys), 0, p.call.diagonal,
-      p.call.low, p.call.high};
+  const int64_t length = p.call.key_lengths[s];
+  *old = static_cast<int>(clamp_row(length, p.call.max_keys));
+  const int keys = length < 0 ? 0 : min(*old + p.appended, p.call.max_keys);
+  AttentionPlace at{s, 0, 0, p.call.max_queries, keys, 0, p.call.diagonal, p.call.low, p.call.high};
   at.key_rows = at.keys;
   const int shift = at.keys - at.queries;
   at.diagonal += shift;
@@ -167,14 +170,14 @@ SK_DEVICE void load(const Decode& p, const Source& from, const AttentionResult& 
   }
 }
 
-// Writes new row `n` into the cache, where there is room.
+// Writes new row `n`, for which there is room, into the cache, where its page is there.
 template <class T>
 SK_DEVICE void append(const Decode& p, const Source& from, int n, int thread) {
   const int key = from.old + n;
-  if (key >= p.call.max_keys) return;
   int64_t batch = from.sequence, row = key;
   if (p.pages != nullptr) {
-    batch = max(0, min(p.pages[int64_t{from.sequence} * p.pages_row + key / p.page_size], p.page_count - 1));
+    batch = p.pages[int64_t{from.sequence} * p.pages_row + key / p.page_size];
+    if (batch < 0 || batch >= p.page_count) return;
     row = key % p.page_size;
   }
   T* k = p.key_cache.at<T>(batch, from.head, row);
@@ -395,7 +398,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
 #pragma unroll 1
   for (int t = 0; t < kAhead; ++t) ask(t);
   if (row_block == 0) {
-    for (int n = split; n < p.appended; n += p.splits) append<T>(p, from, n, thread);
+    for (int n = split; n < at.keys - from.old; n += p.splits) append<T>(p, from, n, thread);
   }
 
   Team<T, kDim> team;
