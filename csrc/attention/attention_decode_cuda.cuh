@@ -54,6 +54,13 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kRows = 16;       // of a tile of queries
 constexpr int kRing = 1 << 16;  // bytes
 
+// Blocks that shared memory has room for, of a multiprocessor: registers need not be saved for more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kMostBlocks = 2;
+#else
+constexpr int kMostBlocks = 3;
+#endif
+
 template <class T, int kDim>
 struct Shape {
   using Tile = attention_mma::Tile<T, kDim>;
@@ -63,8 +70,8 @@ struct Shape {
   static constexpr int kStages = kRing / (2 * kTile);
   // 16-bit queries of up to 128 columns stay in registers.
   static constexpr bool kHeld = sizeof(T) == 2 && kDim <= 128;
-  static constexpr int kBlocks = kDim <= 128 ? 3 : 2;  // that registers leave room for
-  static constexpr int kSumRow = kDim + 8;             // floats; the 8 keep rows in different banks
+  static constexpr int kBlocks = kDim <= 128 ? kMostBlocks : 2;  // that registers leave room for
+  static constexpr int kSumRow = kDim + 8;                       // floats; the 8 keep rows in different banks
 };
 
 // What the kernels are told. call.key_lengths are the lengths before the new rows; call.max_keys is the room.
@@ -390,8 +397,12 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
   const auto ask = [&](int t) {
     if (t < count) {
       unsigned char* const to = shared + t % S::kStages * 2 * S::kTile;
-      load<T, kDim>(p, from, p.key_cache, p.new_key, to, t, base + t * S::kKeys, call.head_dim, thread);
-      load<T, kDim>(p, from, p.value_cache, p.new_value, to + S::kTile, t, base + t * S::kKeys, call.value_dim, thread);
+      // One code for both where float32's sums leave no registers for two.
+#pragma unroll(sizeof(T) == 4 ? 1 : 2)
+      for (int n = 0; n < 2; ++n) {
+        load<T, kDim>(p, from, n == 0 ? p.key_cache : p.value_cache, n == 0 ? p.new_key : p.new_value,
+                      to + n * S::kTile, t, base + t * S::kKeys, n == 0 ? call.head_dim : call.value_dim, thread);
+      }
     }
     cp_async_commit();
   };
