@@ -58,6 +58,7 @@ struct Work {
   int head, sequence, query0;
   AttentionRange range;  // of keys
   AttentionPlace at;
+  const void *key, *value;  // the first rows of the sequence
 };
 static_assert(sizeof(Work) <= kWorkBytes, "room for it");
 
@@ -99,8 +100,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
   const AttentionCuda& c = p.forward.call;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int warp_row = warp * 16 * S::kRowBlocks;
-  const bool two = p.stages == 2;
-  const float factor = kOptions ? kLog2e : c.scale * kLog2e;
+  const auto stage_of = [&](int key0) { return key0 / kKeys & (p.stages - 1); };
 
   int64_t index;
   for (int round = 0; (index = tile_of_round(round)) < p.order.tiles(); ++round) {
@@ -109,7 +109,14 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
       const AttentionTile tile = p.order.at(index);
       const AttentionPlace at = place_of(c, tile.sequence);
       const int query0 = tile.block * S::kRows;
-      *work = {tile.head, tile.sequence, query0, key_range(at, query0, S::kRows, kKeys), at};
+      const int kv_head = tile.head / (c.heads / c.kv_heads);
+      *work = {tile.head,
+               tile.sequence,
+               query0,
+               key_range(at, query0, S::kRows, kKeys),
+               at,
+               c.key.at<T>(at.batch, kv_head, at.key_row),
+               c.value.at<T>(at.batch, kv_head, at.key_row)};
     }
     __syncthreads();
     if (work->query0 >= work->at.queries) continue;
@@ -119,46 +126,49 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
       if (c.sinks != nullptr) sink = c.sinks[work->head] * (kOptions ? 1.0f : kLog2e);
       rows.start(sink);
     }
-    const int first = work->range.first, last = work->range.last;
-    if (first < last) {
-      const int head = work->head, kv_head = head / (c.heads / c.kv_heads);
-      const AttentionPlace& at = work->at;
-      // The rows that a thread copies of the next block of keys, and of values.
-      const T* key = KeyLoader::begin(c.key.at<T>(at.batch, kv_head, at.key_row + first), c.key.row, c.vectors, thread);
-      const T* value =
-          KeyLoader::begin(c.value.at<T>(at.batch, kv_head, at.key_row + first), c.value.row, c.vectors, thread);
-      int left_keys = at.keys - first, left_values = left_keys;
-      const auto load_keys = [&](int slot) {
-        KeyLoader::load(keys + slot * kKeyBytes, key, c.key.row, left_keys, c.head_dim, c.vectors, thread);
-        key += kKeys * c.key.row;
-        left_keys -= kKeys;
+    const int first = work->range.first;
+    if (first < work->range.last) {
+      // Blocks of keys and of values, by their first key. Everything is looked up again, for a handful of instructions:
+      // nothing of it has to be kept while scores and sums need the registers.
+      const auto load_keys = [&](int key0) {
+        const int t = unknown(thread);
+        KeyLoader::load(keys + stage_of(key0) * kKeyBytes,
+                        KeyLoader::begin(static_cast<const T*>(work->key) + key0 * c.key.row, c.key.row, c.vectors, t),
+                        c.key.row, work->at.keys - key0, c.head_dim, c.vectors, t);
       };
-      const auto load_values = [&](int slot) {
-        KeyLoader::load(values + slot * kKeyBytes, value, c.value.row, left_values, c.value_dim, c.vectors, thread);
-        value += kKeys * c.value.row;
-        left_values -= kKeys;
+      const auto load_values = [&](int key0) {
+        const int t = unknown(thread);
+        KeyLoader::load(
+            values + stage_of(key0) * kKeyBytes,
+            KeyLoader::begin(static_cast<const T*>(work->value) + key0 * c.value.row, c.value.row, c.vectors, t),
+            c.value.row, work->at.keys - key0, c.value_dim, c.vectors, t);
       };
-      QueryLoader::load(query,
-                        QueryLoader::begin(c.query.at<T>(at.batch, head, at.query_row + work->query0), c.query.row,
-                                           c.vectors, thread),
-                        c.query.row, at.queries - work->query0, c.head_dim, c.vectors, thread);
-      load_keys(0);
-      if (two) load_values(0);
+      {
+        const AttentionPlace& at = work->at;
+        const T* const from = c.query.at<T>(at.batch, work->head, at.query_row + work->query0);
+        QueryLoader::load(query, QueryLoader::begin(from, c.query.row, c.vectors, thread), c.query.row,
+                          at.queries - work->query0, c.head_dim, c.vectors, thread);
+      }
+      load_keys(first);
+      if (p.stages == 2) load_values(first);
       cp_async_commit();
 
-      int slot = 0;
-      for (int key0 = first; key0 < last; key0 += kKeys) {
-        const bool more = key0 + kKeys < last;
+      for (int key0 = first; key0 < work->range.last; key0 += kKeys) {
+        const bool more = key0 + kKeys < work->range.last;
         cp_async_wait<0>();
         __syncthreads();  // keys are there (and values, of two stages), and all warps are done with the block before
-        if (!two || more) load_values(two ? 1 - slot : 0);
+        if (p.stages == 1) {
+          load_values(key0);
+        } else if (more) {
+          load_values(key0 + kKeys);
+        }
         cp_async_commit();
-        rows.scores(query, keys + slot * kKeyBytes, warp_row, c.head_dim, lane, c.tf32);
-        if (!two) {
+        rows.scores(query, keys + stage_of(key0) * kKeyBytes, warp_row, c.head_dim, lane, c.tf32);
+        if (p.stages == 1) {
           cp_async_wait<0>();
           __syncthreads();  // values are there, and all warps are done with the keys
         }
-        if (more) load_keys(two ? 1 - slot : 0);
+        if (more) load_keys(key0 + kKeys);
         cp_async_commit();
         const bool edge = key0 < work->range.full || key0 >= work->range.edge;
         if constexpr (kOptions)
@@ -169,14 +179,13 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
             if (!sees(place, i, j)) z = -INFINITY;
           });
         }
-        rows.softmax(factor);
+        rows.softmax(kOptions ? kLog2e : c.scale * kLog2e);
         if constexpr (kOptions) {
           if (c.seed != nullptr)
             rows.drop(static_cast<uint64_t>(*c.seed), c.threshold,
                       row_number(c, work->at, work->head, work->query0 + warp_row), key0, lane);
         }
-        rows.values(values + slot * kKeyBytes, c.value_dim, lane, c.tf32);
-        if (two) slot = 1 - slot;
+        rows.values(values + stage_of(key0) * kKeyBytes, c.value_dim, lane, c.tf32);
       }
     }
 

@@ -65,7 +65,7 @@ struct Loader {
       const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
       if (chunk * Tile::kChunk >= used) return;
       const int most = chunk * Tile::kChunk < columns ? rows - first : 0;  // chunks are there or not
-#pragma unroll 4
+#pragma unroll 2
       for (int row = 0; row < kRows; row += kStep) {
         cp_async_16_if(tile + Tile::offset(row + first, chunk), at, row < most);
         at += kStep * stride;
