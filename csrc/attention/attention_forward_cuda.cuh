@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
           load_values(key0 + kKeys);
         }
         cp_async_commit();
-        rows.scores(query, keys + stage_of(key0) * kKeyBytes, warp_row, c.head_dim, lane, c.tf32);
+        rows.scores(query, keys + stage_of(key0) * kKeyBytes, warp_row, c.head_dim, unknown(lane), c.tf32);
         if (p.stages == 1) {
           cp_async_wait<0>();
           __syncthreads();  // values are there, and all warps are done with the keys
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
             rows.drop(static_cast<uint64_t>(*c.seed), c.threshold,
                       row_number(c, work->at, work->head, work->query0 + warp_row), key0, lane);
         }
-        rows.values(values + stage_of(key0) * kKeyBytes, c.value_dim, lane, c.tf32);
+        rows.values(values + stage_of(key0) * kKeyBytes, c.value_dim, unknown(lane), c.tf32);
       }
     }
 
