@@ -39,7 +39,9 @@
 // - options looked up score by score, with 64 scores a lane: four times the instructions, a minute of compilation for
 //   two kernels; option by option, with 16 scores a lane, a warp's rows fit 168 registers, three blocks of threads;
 // - what the end needs of a tile (places, rows) in registers across the loop: some 200 bytes of spills at D 128; in
-//   shared memory, and rows' addresses there as an exclusive or of constants: none;
+//   shared memory, and rows' addresses there as an exclusive or of constants: 52 on sm_90a, 12 on sm_100a and sm_120;
+// - where the next keys and values are, how many rows are left, and the ring's place, also looked up block by block, and
+//   copies unrolled twice, not four times: 16 on sm_100a alone; operands' addresses made anew for each product: none;
 // - copies of any number of bytes up to 16: each takes a dozen instructions; of 16 or nothing: two.
 //
 // FLOP: 2 (D + Dv) a visible pair; memory: query, out and lse once, keys and values once a tile of queries, from the
@@ -128,8 +130,8 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
     }
     const int first = work->range.first;
     if (first < work->range.last) {
-      // Blocks of keys and of values, by their first key. Everything is looked up again, for a handful of instructions:
-      // nothing of it has to be kept while scores and sums need the registers.
+      // Blocks of keys and of values, by their first key. Each looks everything up again, a few instructions: nothing
+      // has to be kept while scores and sums need the registers. The products hide the lane for the same reason.
       const auto load_keys = [&](int key0) {
         const int t = unknown(thread);
         KeyLoader::load(keys + stage_of(key0) * kKeyBytes,
