@@ -169,7 +169,10 @@ def by_reference(case: Case, t: Tensors, rounded: bool) -> tuple[Tensor, Tensor]
 
 
 def check(case: Case, seed: int = 0, device: str = "cpu") -> None:
-    tensors = build(case, seed)
+    check_tensors(case, build(case, seed), device)
+
+
+def check_tensors(case: Case, tensors: Tensors, device: str) -> None:
     result = ours(case, tensors, device)
     exact, rounded = (by_reference(case, tensors, each) for each in (False, True))
     reports = [
@@ -268,6 +271,28 @@ def not_served(device: str) -> None:
             ours(case, given, device)
 
 
+def repeated(device: str) -> None:
+    """Heads and batch entries that are one in memory are served, a row that stands for all is not."""
+    case = Case((70, 70), (150, 150), heads=4, kv_heads=2, right=0, lower_right=True)
+    for names in (("key",), ("value",), ("query", "key", "value")):
+        for heads, batch in ((1, 2), (4, 1), (1, 1)):
+            tensors = build(case, 0)
+            for name in names:
+                t = tensors[name]
+                tensors[name] = t[:batch, :heads].expand(t.shape)
+            check_tensors(case, tensors, device)
+    for name in ("query", "key", "value"):
+        tensors = build(case, 0)
+        tensors[name] = tensors[name][:, :, :1].expand(tensors[name].shape)
+        with pytest.raises(RuntimeError, match="Hopper kernels do not serve this call"):
+            ours(case, tensors, device)
+    single = Case((1,), (1,), heads=2)  # a stride that nobody uses
+    tensors = build(single, 0)
+    strides = tensors["key"].stride()
+    tensors["key"] = tensors["key"].as_strided((1, 1, 1, 64), (0, strides[1], 0, 1))
+    check_tensors(single, tensors, device)
+
+
 PARTS: dict[str, Callable[[str], None]] = {
     "quick": check_all(quick),
     "scored": check_all(scored),
@@ -276,6 +301,7 @@ PARTS: dict[str, Callable[[str], None]] = {
     "many_tiles": many_tiles,
     "same_bits": same_bits,
     "not_served": not_served,
+    "repeated": repeated,
 }
 
 
@@ -288,7 +314,7 @@ def main(parts: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_forward(simt: Callable[..., str], seed: int) -> None:
-    parts = ("quick", "scored", "many_tiles", "same_bits", "not_served")
+    parts = ("quick", "scored", "many_tiles", "same_bits", "not_served", "repeated")
     simt(__file__, *parts, sanitize=False, seed=seed, arch=90, multiprocessors=2)
 
 

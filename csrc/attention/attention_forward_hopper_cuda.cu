@@ -10,25 +10,44 @@ namespace {
 using attention_hopper::Forward;
 using attention_hopper::Layout;
 
+// A tensor as TMA is told of it. One that repeats its heads or batch entries (a stride of 0) has one of them, and
+// nobody steps from one to the next.
+struct Mapped {
+  const void* data;
+  int64_t sizes[4], strides[4];
+  bool steps[2];  // heads, batch entries
+};
+template <class Tensor4>
+Mapped mapped(const AttentionCuda& c, const Tensor4& t, int columns, int64_t rows, int heads) {
+  const int64_t batch = c.query_starts.data != nullptr ? 1 : c.sequences;
+  const bool head = t.head != 0, entry = t.batch != 0;
+  return {t.data, {columns, rows, head ? heads : 1, entry ? batch : 1}, {1, t.row, t.head, t.batch}, {head, entry}};
+}
+struct Tensors {
+  Mapped query, key, value, out;
+};
+Tensors tensors_of(const AttentionForwardCuda& forward) {
+  const AttentionCuda& c = forward.call;
+  return {mapped(c, c.query, c.head_dim, c.query_rows, c.heads), mapped(c, c.key, c.head_dim, c.key_rows, c.kv_heads),
+          mapped(c, c.value, c.value_dim, c.key_rows, c.kv_heads),
+          mapped(c, forward.out, c.value_dim, c.query_rows, c.heads)};
+}
+
 template <class T, int kDim, bool kOptions = false>
 void launch_as(const AttentionCall& call, Forward& p, int multiprocessors) {
   using L = Layout<kDim, kOptions>;
   const AttentionCuda& c = p.forward.call;
-  const bool packed = c.query_starts.data != nullptr;
-  const int64_t batch = packed ? 1 : c.sequences;
-  // A tensor that repeats its heads or batch entries (a stride of 0) is told of as if it had one.
-  const auto map = [&](const auto& t, int columns, int64_t rows, int heads, int box, bool* steps) {
-    steps[0] = t.head != 0;
-    steps[1] = t.batch != 0;
-    const int64_t sizes[4] = {columns, rows, steps[0] ? heads : 1, steps[1] ? batch : 1};
-    const int64_t strides[4] = {1, t.row, t.head, t.batch};
-    return tensor_map(call.op, call.dtype, t.data, sizes, strides, {64, box, 1, 1});
+  const Tensors tensors = tensors_of(p.forward);
+  const auto map = [&](const Mapped& t, int box) {
+    return tensor_map(call.op, call.dtype, t.data, t.sizes, t.strides, {64, box, 1, 1});
   };
-  bool steps[2];
-  p.query = map(c.query, c.head_dim, c.query_rows, c.heads, L::kRows, p.query_steps);
-  p.key = map(c.key, c.head_dim, c.key_rows, c.kv_heads, L::kKeys, p.key_steps);
-  p.value = map(c.value, c.value_dim, c.key_rows, c.kv_heads, L::kKeys, p.value_steps);
-  p.out = map(p.forward.out, c.value_dim, c.query_rows, c.heads, 64, steps);
+  p.query = map(tensors.query, L::kRows);
+  p.key = map(tensors.key, L::kKeys);
+  p.value = map(tensors.value, L::kKeys);
+  p.out = map(tensors.out, 64);
+  std::copy_n(tensors.query.steps, 2, p.query_steps);
+  std::copy_n(tensors.key.steps, 2, p.key_steps);
+  std::copy_n(tensors.value.steps, 2, p.value_steps);
   const int64_t bytes = int64_t{c.max_keys} * (c.head_dim + c.value_dim) * 2;
   p.order = attention_order(c.sequences, c.heads, c.heads / c.kv_heads, c.max_queries, L::kRows, bytes,
                             c.high != kAttentionFar, 90);
@@ -70,8 +89,13 @@ const Instance* instance_of(Dtype dtype, const AttentionCuda& c) {
 bool hopper_serves_forward(const AttentionCall& call, const AttentionForwardCuda& forward) {
   const AttentionCuda& c = forward.call;
   const int64_t most = int64_t{1} << 31;  // TMA's coordinates
-  return c.vectors && instance_of(call.dtype, c) != nullptr && c.key_rows > 0 && c.key_rows < most &&
-         c.query_rows < most && hopper_serves(call.like);
+  if (!c.vectors || instance_of(call.dtype, c) == nullptr || !hopper_serves(call.like)) return false;
+  if (c.key_rows >= most || c.query_rows >= most) return false;
+  const Tensors tensors = tensors_of(forward);
+  const auto taken = [&](const Mapped& t) {
+    return tensor_map_refusal(call.dtype, t.data, t.sizes, t.strides, {64, 64, 1, 1}) == nullptr;
+  };
+  return taken(tensors.query) && taken(tensors.key) && taken(tensors.value) && taken(tensors.out);
 }
 
 void launch_attention_forward_hopper(const AttentionCall& call, const AttentionForwardCuda& forward) {

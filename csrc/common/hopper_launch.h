@@ -13,8 +13,8 @@ bool hopper_serves(const Tensor& t);
 // strides[0] is 1. A load or store moves a box of box[0] x ... x box[3] elements, box[0] = 64: its rows of 128 bytes
 // lie one behind the other in shared memory, swizzled. What a load finds outside of the tensor is 0.
 //
-// `data` and all other strides are multiples of 16 bytes (a stride over a size of 1 does not matter), and nothing is
-// empty. Raises with the op's name otherwise.
+// `data` and all other strides are multiples of 16 bytes and not 0 (a stride over a size of 1 does not matter), and
+// nothing is empty. Raises with the op's name otherwise.
 TensorMap tensor_map(const char* op, Dtype dtype, const void* data, const int64_t (&sizes)[4],
                      const int64_t (&strides)[4], const int (&box)[4]);
 
@@ -29,6 +29,7 @@ inline const char* tensor_map_refusal(Dtype dtype, const void* data, const int64
     if (sizes[i] < 1 || sizes[i] > int64_t{1} << 32) return "a size is not in 1 ... 2^32";
     if (box[i] < 1 || box[i] > 256) return "a box's size is not in 1 ... 256";
     if (i == 0 || sizes[i] == 1) continue;
+    if (strides[i] == 0) return "a stride is 0: the same elements again and again";
     if (strides[i] < 0 || strides[i] >= int64_t{1} << 39) return "a stride is not in 0 ... 2^40 bytes";
     if (strides[i] % 8 != 0) return "a stride is not a multiple of 16 bytes";
   }
