@@ -40,8 +40,8 @@
 //   two kernels; option by option, with 16 scores a lane, a warp's rows fit 168 registers, three blocks of threads;
 // - what the end needs of a tile (places, rows) in registers across the loop: some 200 bytes of spills at D 128; in
 //   shared memory, and rows' addresses there as an exclusive or of constants: 52 on sm_90a, 12 on sm_100a and sm_120;
-// - where the next keys and values are, how many rows are left, and the ring's place, also looked up block by block, and
-//   copies unrolled twice, not four times: 16 on sm_100a alone; operands' addresses made anew for each product: none;
+// - where the next keys and values are, how many rows are left and the ring's place, looked up for each block, copies
+//   unrolled twice, not four times: 16 on sm_100a alone; operands' addresses made anew for each product, too: none;
 // - copies of any number of bytes up to 16: each takes a dozen instructions; of 16 or nothing: two.
 //
 // FLOP: 2 (D + Dv) a visible pair; memory: query, out and lse once, keys and values once a tile of queries, from the
