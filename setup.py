@@ -283,8 +283,8 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
 
 
 def has_kernels(source: Path) -> bool:
-    """Whether a .cu launches kernels (csrc/common/cuda_launch.h), and so has them compiled."""
-    return source.stem.endswith("_cuda") and re.search(r"\blaunch\(", source.read_text()) is not None
+    """Whether a .cu has kernels: its own, or those that it launches (csrc/common/cuda_launch.h)."""
+    return source.stem.endswith("_cuda") and re.search(r"\blaunch\(|__global__", source.read_text()) is not None
 
 
 def cuda_rule(cuda: Cuda) -> list[str]:

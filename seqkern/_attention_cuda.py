@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 PATHS = ("auto", "mma", "hopper")
-_MOST_DIM = 256
+MOST_DIM = 256
+MOST_QUERIES = 16  # of the kernel for decoding
 _path = "auto"
 
 
@@ -35,16 +36,20 @@ def check(query: Tensor, value: Tensor) -> None:
             "seqkern attention: the CUDA C++ kernels take float32, bfloat16 and float16, got float64; "
             'use_backend("triton") runs it'
         )
-    if not (1 <= query.size(-1) <= _MOST_DIM and 1 <= value.size(-1) <= _MOST_DIM):
+    if not (1 <= query.size(-1) <= MOST_DIM and 1 <= value.size(-1) <= MOST_DIM):
         raise NotImplementedError(
-            f"seqkern attention: the CUDA C++ kernels take head dimensions of 1 to {_MOST_DIM}, got query "
+            f"seqkern attention: the CUDA C++ kernels take head dimensions of 1 to {MOST_DIM}, got query "
             f'{tuple(query.shape)} and value {tuple(value.shape)}; use_backend("reference") runs any'
         )
 
 
 def tf32(query: Tensor) -> bool:
     """Whether products of float32 may be of tf32 numbers: torch's flag for its own matrix products."""
-    return query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if query.dtype != torch.float32:
+        return False
+    if torch.compiler.is_compiling():
+        return torch._C._get_cublas_allow_tf32()  # the same, which the compiler knows and guards
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -63,10 +68,14 @@ def attention_bwd(
     return torch.ops.seqkern_cuda.attention_bwd(grad_out, grad_lse, query, key, value, *rest, **named, **own)
 
 
-def plan(tensors: tuple[Tensor, ...]) -> str:
+def plan(op: str, tensors: tuple[Tensor, ...]) -> str:
     """For `explain`: the kernels that query, key and value would get, and why."""
     query, value = tensors[0], tensors[min(2, len(tensors) - 1)]
+    if query.dim() < 3:
+        raise ValueError(f"{op}: query must have at least 3 dimensions, got shape {tuple(query.shape)}")
     check(query, value)
+    if op == "attention_decode" and query.dim() == 4 and 0 < query.shape[2] <= MOST_QUERIES:
+        return "keys split over blocks, the heads of a group in one product, mma.sync"
     passes = [
         torch.ops.seqkern_cuda.attention_plan(query, value.size(-1), backward, _path) for backward in (False, True)
     ]

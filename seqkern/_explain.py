@@ -69,7 +69,7 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
             reason = f"{reason}; {how}"
             kernel = kernel if served else f"Triton, step by step, {where}"
         elif FUNCTIONS[op] == "attention" and tensors:
-            reason = f"{reason}; {_attention_cuda.plan(tensors)}"
+            reason = f"{reason}; {_attention_cuda.plan(op, tensors)}"
         return Choice(op, backend, kernel, reason)
     isa, best = cpu_isa(), available_isas()[-1]
     tier = (

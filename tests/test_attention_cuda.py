@@ -349,6 +349,35 @@ def check_explained(device: str) -> None:
             seqkern.explain("attention", q.double())
 
 
+def check_decoding(device: str) -> None:
+    """What is refused leaves the caches as they are; float32 compiles, whatever torch's flag for tf32."""
+    lengths = torch.tensor([3, 0], device=device)
+
+    def tensors(dim: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        caches = [torch.zeros(2, 1, 8, dim, device=device, dtype=dtype) for _ in range(2)]
+        return [torch.randn(2, 2, 1, dim, device=device).to(dtype), *caches], [
+            torch.randn(2, 1, 1, dim, device=device).to(dtype) for _ in range(2)
+        ]
+
+    def decode(tokens: list[Tensor], new: list[Tensor]) -> Tensor:
+        return seqkern.attention_decode(*tokens, lengths, key=new[0], value=new[1])
+
+    with seqkern.use_backend("cuda"):
+        for dim, dtype in ((257, torch.float32), (64, torch.float64)):
+            tokens, new = tensors(dim, dtype)
+            with pytest.raises(NotImplementedError, match="attention: the CUDA C"):
+                decode(tokens, new)
+            assert not any(cache.any() for cache in tokens[1:])
+        tokens, new = tensors(64, torch.float32)
+        again = [t.clone() for t in tokens]
+        found = torch.compile(decode, backend="aot_eager", fullgraph=True)(tokens, new)
+        assert torch.equal(found, decode(again, new))
+        assert all(torch.equal(a, b) for a, b in zip(tokens, again, strict=True))
+        assert "keys split over blocks" in seqkern.explain("attention_decode", *tokens).reason
+        with pytest.raises(ValueError, match="attention: query must have at least 3 dimensions"):
+            seqkern.explain("attention", torch.ones((), device=device))
+
+
 CHECKS = {name: function for name, function in globals().items() if name.startswith("check_") and name != "check_case"}
 QUICK = [name for name in CHECKS if not name.endswith("_everywhere")]
 

@@ -147,6 +147,13 @@ def test_kernels_keep_to_their_budgets(source, setup):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.skipif("90a" not in ARCHS, reason="not built for sm_90a")
+def test_the_probe_knows_its_architecture():
+    """csrc/common/hopper_probe_cuda.cu: shared memory where the code is for sm_90a, and only there."""
+    found = reports((BUILD / "common" / "hopper_probe_cuda.cu.o.ptxas").read_text())
+    assert {report.arch: report.shared for report in found} == {a: 512 if a == "90a" else 0 for a in ARCHS}
+
+
 REPORT = """
 ptxas info    : Compiling entry function '_ZN7seqkern12_GLOBAL__N_16kernelIfLi4EEEvPKfPf' for 'sm_90a'
 ptxas info    : Function properties for _ZN7seqkern12_GLOBAL__N_16kernelIfLi4EEEvPKfPf

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqkern import _attention_cuda
+from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
 from seqkern._library import backend_for
 from seqkern.ops._attention_autograd import run
 from seqkern.ops._attention_checks import (
@@ -24,8 +26,6 @@ from seqkern.ops._attention_checks import (
     shape_of,
 )
 from seqkern.ops._autograd import readable, transforms_active, wants_gradient
-
-_MOST_QUERIES, _MOST_DIM = 16, 256  # of the kernel in CUDA C++
 
 
 def attention_decode(
@@ -69,8 +69,7 @@ def attention_decode(
     Raises:
         As `attention`. ValueError also for tokens that do not fit the cache, before anything is written (checked where
         the lengths can be read at once: on the CPU, not compiled), and for entries of page_table that name no page.
-        NotImplementedError where a gradient is wanted:
-        there is none; use torch.no_grad(), or `attention`.
+        NotImplementedError where a gradient is wanted: there is none; use torch.no_grad(), or `attention`.
 
     Source: as `attention`.
 
@@ -126,7 +125,7 @@ def attention_decode(
     if page_table is not None and ends is not None and readable(page_table):
         _check_entries(op, page_table, ends, count, queries, left, key_cache)
     if backend == "cuda" and _decodes(query, key_cache, value_cache):
-        tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        tf32 = _attention_cuda.tf32(query)
         if page_table is not None:
             page_table = page_table.to(torch.int32)
         out, lse = torch.ops.seqkern_cuda.attention_decode(
@@ -134,6 +133,8 @@ def attention_decode(
             left, right, scale, softcap, tf32, 0,
         )  # fmt: skip
         return (out, lse) if return_lse else out
+    if backend != "cpu":
+        _check_kernels(op, backend, query, value_cache)  # before anything is written
     if new:
         _append(key_cache, value_cache, lengths, ends, new, page_table)
         lengths = lengths + count
@@ -151,8 +152,19 @@ def _decodes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     """Whether the kernel in CUDA C++ for few queries serves a call; else that of `attention` does."""
     dims = max(query.shape[3], value_cache.shape[3])
     dense = all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in (key_cache, value_cache))
-    some = query.shape[1] > 0 and 0 < query.shape[2] <= _MOST_QUERIES
-    return some and query.dtype != torch.float64 and dims <= _MOST_DIM and dense
+    some = query.shape[1] > 0 and 0 < query.shape[2] <= MOST_QUERIES
+    return some and query.dtype != torch.float64 and dims <= MOST_DIM and dense
+
+
+def _check_kernels(op: str, backend: str, query: Tensor, value_cache: Tensor) -> None:
+    """Raises for what the kernels of `attention` would refuse."""
+    if backend == "cuda":
+        _attention_cuda.check(query, value_cache)
+    if backend == "triton" and not (1 <= query.shape[3] <= MOST_DIM and 1 <= value_cache.shape[3] <= MOST_DIM):
+        raise NotImplementedError(
+            f"{op}: the Triton kernels take head dimensions of 1 to {MOST_DIM}, got query {tuple(query.shape)} and "
+            f'value_cache {tuple(value_cache.shape)}; use_backend("reference") runs any'
+        )
 
 
 # ---- what comes in ------------------------------------------------------------------------------------------------
