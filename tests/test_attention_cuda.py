@@ -34,10 +34,6 @@ LENGTHS = [
     (4224, 4224),
 ]  # fmt: skip
 
-# float32's products are three of tf32, and tensor cores cut sums where a processor rounds: gradients err more than
-# torch's by this much.
-TF32 = 3.0
-
 
 def assert_passed(reports: list[ErrorReport], *about: object) -> None:
     failed = [str(report) for report in reports if not report.passed]
@@ -96,8 +92,6 @@ def by_the_rule(device: str, pairs: Iterable[tuple[str, torch.dtype]]) -> None:
     with seqkern.use_backend("cuda"):
         for name, dtype in pairs:
             case = attention_case(**OPTIONS[name])
-            if dtype == torch.float32:
-                case = replace(case, factors={tensor: TF32 * factor for tensor, factor in case.factors.items()})
             assert_passed(check_case(case, dtype, device=device), name, dtype)
 
 
@@ -117,7 +111,7 @@ def launchers(device: str, names: list[str], seeds: range) -> None:
     for name, case, seed in found:
         case = replace(case, device=device, kernels="seqkern._attention_cuda")
         if case.dtype in (torch.float32, torch.float64):
-            case = replace(case, dtype=torch.float32, slack=TF32)
+            case = replace(case, dtype=torch.float32, slack=3.0)  # 0.9 dropped: products of tf32, times ten
         try:
             its.check(case, seed)
         except BaseException:

@@ -14,7 +14,8 @@
 //
 // What was tried, judged by ptxas (no speed has been measured): 32 keys a step with two tiles at head dim 128 spilled
 // 128 bytes, 16 none; 32 with options at head dim 256 spilled 72; float32 at 256 spilled 32 as long as the sequence's
-// place was kept for the results, read again behind the loop none.
+// place was kept for the results, and 32 on sm_80 as long as the compiler could compute what depends on a thread's or a
+// row's number ahead of the loops: `unknown` forbids it.
 #pragma once
 
 #include "attention_backward_cuda.cuh"
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     grad_query_kernel(const AttentionBackwardCuda p, const AttentionOrder order, const GradTiles tiles) {
   constexpr int M = kQueryTiles<T, kDim, kOptions>, kStep = kQueryStep<T, kDim, kOptions>, N = kStep / 8,
                 kRow = Tile<T, kDim>::kRowBytes;
+  constexpr bool kTight = sizeof(T) == 4 && kDim > 128;
   SK_SHARED(memory);
   const AttentionCuda& call = p.call;
   const int threads = blockDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -134,15 +136,15 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
 #pragma unroll 1
     for (int c = 0; c < columns; c += kStep) {
-      const int i0 = query0 + warp_row, j0 = key0 + c;
+      const int i0 = kTight ? unknown(query0 + warp_row) : query0 + warp_row, j0 = key0 + c;
       const Seen seen = seen_of(at, i0, 16 * M, j0, kStep);
       const bool writes = kOptions && own_mask;
       if (!seen.any && !writes) continue;
       float score[M][N][4], grad[M][N][4];
       clear(score);
       clear(grad);
-      add_scores<T, kDim>(score, query, warp_row, key, c, D, call.tf32, lane);
-      add_scores<T, kDim>(grad, grad_out, warp_row, value, c, DV, call.tf32, lane);
+      add_scores<T, kDim, score_run(kDim)>(score, query, warp_row, key, c, D, call.tf32, lane);
+      add_scores<T, kDim, kGradRun>(grad, grad_out, warp_row, value, c, DV, call.tf32, lane);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll
