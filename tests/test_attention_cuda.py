@@ -139,7 +139,7 @@ def lengths_list(device: str, pairs: list[tuple[int, int]], *dims: int) -> None:
 
 
 def check_lengths(device: str) -> None:
-    """FlashAttention-3's list, the lengths up to 300 with tiny heads."""
+    """FlashAttention-3's list, the lengths below 240 with tiny heads."""
     lengths_list(device, [pair for pair in LENGTHS if max(pair) < 240], 16)
 
 
