@@ -196,7 +196,7 @@ std::tuple<Tensor, Tensor> attention_decode_op(const Tensor& query, const Tensor
     room = checked_product({page_table->size(1), page_size}, kOp);
     if (pages == 0) room = 0;  // whatever the table says
   }
-  const optional<Tensor> table = page_table ? optional<Tensor>(with_unit_last_stride(*page_table)) : std::nullopt;
+  const Tensor table = page_table ? with_unit_last_stride(*page_table) : query;  // query: not looked at
   const auto slopes = floats(alibi_slopes, query, {batch, heads}, "alibi_slopes");
   const auto sink = floats(sinks, query, {heads}, "sinks");
   const int64_t appended = key ? key->size(2) : 0;
@@ -239,9 +239,9 @@ std::tuple<Tensor, Tensor> attention_decode_op(const Tensor& query, const Tensor
     p.new_value = tensor_of(*new_value);
     p.appended = static_cast<int>(appended);
   }
-  if (table && room > 0) {
-    p.pages = static_cast<const int32_t*>(table->const_data_ptr());
-    p.pages_row = table->stride(0);
+  if (page_table && room > 0) {
+    p.pages = static_cast<const int32_t*>(table.const_data_ptr());
+    p.pages_row = table.stride(0);
     p.page_size = static_cast<int>(page_size);
     p.page_count = static_cast<int>(pages);
   }
