@@ -62,15 +62,25 @@ class Roofline:
 
 @functools.cache
 def roofline(dtype: torch.dtype, device: str) -> Roofline:
-    """Measured once a process: best of several, products of 2048 x 2048 (8192 on a GPU), copies and sums of 256 MB."""
+    """Measured once a process: best of several, products of 2048 x 2048 (8192 on a GPU), copies and sums of 256 MB.
+
+    The rate is float32's where a small product of the dtype is slower than float32's by far: a machine without its
+    instructions can calculate in float32.
+    """
     n = 8192 if device == "cuda" else 2048
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     source = torch.randn(2**26, device=device)
     target = torch.empty_like(source)
-    product = min(seconds(lambda: a @ b, device) for _ in range(8))
+    slow = dtype != torch.float64 and product_rate(dtype, device, 128) < product_rate(torch.float32, device, 128) / 4
+    rate = product_rate(torch.float32 if slow else dtype, device, n)
     copy = min(seconds(lambda: target.copy_(source), device) for _ in range(8))
     read = min(seconds(source.sum, device) for _ in range(8))
-    return Roofline(2 * n**3 / product, 2 * source.nbytes / copy, source.nbytes / read)
+    return Roofline(rate, 2 * source.nbytes / copy, source.nbytes / read)
+
+
+def product_rate(dtype: torch.dtype, device: str, n: int) -> float:
+    """Operations per second of the fastest of some products of two n x n matrices."""
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(8))
 
 
 def seconds(call: Thunk, device: str, calls: int = 1) -> float:
