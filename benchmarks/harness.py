@@ -70,17 +70,18 @@ def roofline(dtype: torch.dtype, device: str) -> Roofline:
     n = 8192 if device == "cuda" else 2048
     source = torch.randn(2**26, device=device)
     target = torch.empty_like(source)
-    slow = dtype != torch.float64 and product_rate(dtype, device, 128) < product_rate(torch.float32, device, 128) / 4
+    probe = functools.partial(product_rate, device=device, n=512, times=2)
+    slow = dtype != torch.float64 and probe(dtype) < probe(torch.float32) / 4
     rate = product_rate(torch.float32 if slow else dtype, device, n)
     copy = min(seconds(lambda: target.copy_(source), device) for _ in range(8))
     read = min(seconds(source.sum, device) for _ in range(8))
     return Roofline(rate, 2 * source.nbytes / copy, source.nbytes / read)
 
 
-def product_rate(dtype: torch.dtype, device: str, n: int) -> float:
+def product_rate(dtype: torch.dtype, device: str, n: int, times: int = 8) -> float:
     """Operations per second of the fastest of some products of two n x n matrices."""
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(8))
+    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(times))
 
 
 def seconds(call: Thunk, device: str, calls: int = 1) -> float:
