@@ -127,6 +127,16 @@ def test_bad_numbers_stay_in_their_row(isa, way):
     assert torch.equal(output[[0, 3]], clean[[0, 3]])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nan_of_any_bits_stays_nan(dtype, isa):
+    """Also one that rounding would carry over into infinity's or zero's place."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000], dtype=torch.int32)
+    weight = torch.ones(45)
+    weight[::10] = bits.view(torch.float32)
+    output = seqkern.layer_norm(torch.randn(3, 45).to(dtype), (45,), weight)
+    assert torch.equal(output.isnan(), weight.isnan().expand(3, 45))
+
+
 def test_interpreted_triton(interpreted):
     interpreted(
         "-c",
