@@ -1,4 +1,6 @@
-"""`python -m seqkern`: what this machine is, and for every op which kernel runs and why."""
+"""`python -m seqkern`: what this machine is, and for every op which kernel runs and why, on the CPU and on a GPU."""
+
+import torch
 
 from seqkern._explain import describe_machine, explain
 from seqkern._library import FUNCTIONS
@@ -9,9 +11,13 @@ def main() -> None:
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
-    print()
-    for op in FUNCTIONS:
-        print(explain(op))
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        print(f"\n{device} tensors, float32:")
+        for op in FUNCTIONS:
+            try:
+                print(explain(op, torch.empty((1, 1, 1, 64), device=device)))
+            except NotImplementedError as error:  # the backend that SEQKERN_BACKEND asks for does not run there
+                print(error)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ def attention_bwd(
 def plan(op: str, tensors: tuple[Tensor, ...]) -> str:
     """For `explain`: the kernels that query, key and value would get, and why."""
     query, value = tensors[0], tensors[min(2, len(tensors) - 1)]
-    if query.dim() < 3:
-        raise ValueError(f"{op}: query must have at least 3 dimensions, got shape {tuple(query.shape)}")
+    least = 2 if op == "scaled_dot_product_attention" else 3
+    if query.dim() < least:
+        raise ValueError(f"{op}: query must have at least {least} dimensions, got shape {tuple(query.shape)}")
     check(query, value)
     if op == "attention_decode" and query.dim() == 4 and 0 < query.shape[2] <= MOST_QUERIES:
         return "keys split over blocks, the heads of a group in one product, mma.sync"

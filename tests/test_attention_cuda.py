@@ -300,6 +300,7 @@ def check_refusals(device: str) -> None:
         ("attn_mask must have size 6 in dimension 3, got 5", lambda: op(q, k, v, q.new_ones(1, 1, 4, 5))),
         ("query_starts and key_starts go together", lambda: op(q, k, v, None, torch.tensor([0, 4], device=device))),
         ("needs a seed", lambda: op(q, k, v, numbers=(*numbers[:-1], 0.5))),
+        ("seed must have ScalarType 4, got 6", lambda: op(q, k, v, *[None] * 6, q.new_zeros(()))),  # looked at or not
         ("fewer than 2^28 queries, got 268435456", lambda: op(
             q[:1], k[:1], v[:1], None, *[torch.tensor([0, 4], device=device)] * 2, numbers=(2**28, *numbers[1:]))),
         ("need_slopes without", lambda: torch.ops.seqkern_cuda.attention_bwd(
@@ -337,6 +338,7 @@ def check_explained(device: str) -> None:
         for words in ("forward mma.sync in tiles of ", "backward mma.sync in tiles of ", " queries by ", " keys by "):
             assert words in choice.reason, choice
         assert choice.reason == seqkern.explain("attention_varlen", q[0], q[0], v[0]).reason
+        assert choice.reason == seqkern.explain("scaled_dot_product_attention", q[0, 0], q[0, 0], v[0, 0]).reason
         wide = seqkern.explain("attention", q, q, v.new_ones(2, 2, 6, 130))
         assert wide.reason != choice.reason  # the larger of the two head dimensions decides
         with pytest.raises(NotImplementedError, match="float64"):

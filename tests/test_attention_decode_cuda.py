@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -304,6 +305,18 @@ def check_idle_places(device: str) -> None:
         assert lse.cpu()[~negative].isfinite().all()
 
 
+def check_wide_page_numbers(device: str) -> None:
+    """A page number of 64 bits that names no page does not name another one in 32: nothing is written."""
+    for number in (2**32, -(2**32), 2**31, -1):
+        caches = [torch.zeros(3, 1, 8, 16, device=device) for _ in range(2)]
+        token = torch.ones(1, 1, 1, 16, device=device)
+        table, lengths = torch.tensor([[number]], device=device), torch.tensor([2], device=device)
+        unread = mock.patch("seqkern.ops.attention_decode.readable", lambda t: False)  # as on a GPU
+        with seqkern.use_backend("cuda"), unread:
+            seqkern.attention_decode(token, *caches, lengths, key=token, value=token, page_table=table)
+        assert not any(cache.any() for cache in caches), number
+
+
 def check_no_pages(device: str) -> None:
     """A pool without pages: nothing to see and nothing to write, whatever the table says."""
     for dtype, new, splits in itertools.product(FLOATS, (0, 2), (0, 3)):
@@ -405,6 +418,7 @@ def check_api(device: str) -> None:
 
 def check_refusals(device: str) -> None:
     problem = Problem((9, 100), new=1, page=16)
+    pages = problem.order.numel()
 
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -416,7 +430,11 @@ def check_refusals(device: str) -> None:
         ("key_cache must have size 64 in dimension 3, got 32", {"key_cache": tensor(24, 2, 16, 32)}),
         ("value_cache must have size", {"value_cache": tensor(24, 2, 15, 64)}),
         ("head dimensions must be at most 256, got 64 and 257",
-         {"value_cache": tensor(problem.order.numel(), 2, 16, 257)}),
+         {"value_cache": tensor(pages, 2, 16, 257)}),
+        ("key_cache's last dimension must be contiguous, got stride 16",
+         {"key_cache": tensor(pages, 2, 64, 16).transpose(2, 3)}),
+        ("value_cache must have memory of its own for every row, got stride 0 in dimension 0",
+         {"value_cache": tensor(1, 2, 16, 64).expand(pages, 2, 16, 64)}),
         ("cache_lengths must be int32 or int64", {"cache_lengths": tensor(2)}),
         ("page_table must have size 2 in dimension 0", {"page_table": tensor(3, 7, dtype=torch.int32)}),
         ("page_table must have ScalarType", {"page_table": tensor(2, 7, dtype=torch.int64)}),
@@ -465,7 +483,16 @@ def test_executor_error_rule(simt):
 
 
 def test_executor_pages_and_new_rows(simt):
-    simt(HERE, "check_pages", "check_new_rows", "check_idle_places", "check_api", seed=2, sanitize=False)
+    simt(
+        HERE,
+        "check_pages",
+        "check_new_rows",
+        "check_idle_places",
+        "check_wide_page_numbers",
+        "check_api",
+        seed=2,
+        sanitize=False,
+    )
 
 
 def test_executor_memory(simt):

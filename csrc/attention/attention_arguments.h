@@ -114,8 +114,8 @@ inline AttentionSizes check_attention(const AttentionArguments& a) {
 
   SK_CHECK(a.dropout_p >= 0 && a.dropout_p <= 1, op, ": dropout_p must be a probability, between 0 and 1, got ",
            a.dropout_p);
-  if (a.dropout_p > 0) {
-    SK_CHECK(a.seed, op, ": dropout_p = ", a.dropout_p, " needs a seed");
+  SK_CHECK(a.seed || !(a.dropout_p > 0), op, ": dropout_p = ", a.dropout_p, " needs a seed");
+  if (a.seed) {  // without dropout too: a tensor on another device would choose the wrong kernels for the others
     a.check(*a.seed, a.seed->dim(), "seed");
     check_type(*a.seed, ScalarType::Long, op, "seed");
     SK_CHECK(a.seed->numel() == 1, op, ": seed must have one element, got ", a.seed->numel());

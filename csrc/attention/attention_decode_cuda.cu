@@ -69,6 +69,15 @@ void check_matrix(const Tensor& t, const Tensor& query, const char* argument, in
   for (int64_t d = 0; d < 4; ++d) check_size(t, d, sizes[d], kOp, argument);
 }
 
+// Written in place: a copy would not do, and rows that share memory would be several blocks' to write.
+void check_cache(const Tensor& t, const char* argument) {
+  SK_CHECK(unit_last_stride(t), kOp, ": ", argument, "'s last dimension must be contiguous, got stride ", t.stride(3));
+  for (int64_t d = 0; d < 3; ++d) {
+    SK_CHECK(t.size(d) <= 1 || t.stride(d) != 0, kOp, ": ", argument,
+             " must have memory of its own for every row, got stride 0 in dimension ", d);
+  }
+}
+
 Tensor integers(const Tensor& t, const Tensor& query, const char* argument) {
   check_beside(t, query, kOp, argument, "query");
   const ScalarType type = t.scalar_type();
@@ -166,15 +175,15 @@ std::tuple<Tensor, Tensor> attention_decode_op(const Tensor& query, const Tensor
   const int64_t pages = page_table ? key_cache.size(0) : batch;
   check_matrix(key_cache, query, "key_cache", pages, kv_heads, page_size, head_dim);
   check_matrix(value_cache, query, "value_cache", pages, kv_heads, page_size, value_dim);
-  SK_CHECK(unit_last_stride(key_cache) && unit_last_stride(value_cache), kOp,
-           ": the caches' last dimension must be contiguous");
+  check_cache(key_cache, "key_cache");
+  check_cache(value_cache, "value_cache");
   SK_CHECK(queries >= 1 && queries <= kMostQueries, kOp, ": query must have 1 to ", kMostQueries, " tokens, got ",
            queries);
   SK_CHECK(head_dim <= kMostColumns && value_dim <= kMostColumns, kOp, ": head dimensions must be at most ",
            kMostColumns, ", got ", head_dim, " and ", value_dim);
   SK_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, kOp, ": the ", heads,
            " heads of query must be a multiple of the ", kv_heads, " of key_cache");
-  SK_CHECK(heads > 0 || !key, kOp, ": query must have heads where there are new rows");
+  SK_CHECK(heads > 0 || !key, kOp, ": query must have heads where there are new rows, got 0 heads");
   const Tensor lengths = integers(cache_lengths, query, "cache_lengths");
   check_dim(lengths, 1, kOp, "cache_lengths");
   check_size(lengths, 0, batch, kOp, "cache_lengths");

@@ -126,8 +126,8 @@ def attention_decode(
         _check_entries(op, page_table, ends, count, queries, left, key_cache)
     if backend == "cuda" and _decodes(query, key_cache, value_cache):
         tf32 = _attention_cuda.tf32(query)
-        if page_table is not None:
-            page_table = page_table.to(torch.int32)
+        if page_table is not None and page_table.dtype == torch.int64:  # numbers of no page stay such numbers
+            page_table = page_table.clamp(-1, 2**31 - 1).to(torch.int32)
         out, lse = torch.ops.seqkern_cuda.attention_decode(
             query, key_cache, value_cache, lengths, new.get("key"), new.get("value"), page_table, alibi_slopes, sinks,
             left, right, scale, softcap, tf32, 0,
