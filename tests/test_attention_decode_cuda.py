@@ -311,7 +311,7 @@ def check_wide_page_numbers(device: str) -> None:
         caches = [torch.zeros(3, 1, 8, 16, device=device) for _ in range(2)]
         token = torch.ones(1, 1, 1, 16, device=device)
         table, lengths = torch.tensor([[number]], device=device), torch.tensor([2], device=device)
-        unread = mock.patch("seqkern.ops.attention_decode.readable", lambda t: False)  # as on a GPU
+        unread = mock.patch("seqkern.ops.attention_decode.readable", return_value=False)  # as on a GPU
         with seqkern.use_backend("cuda"), unread:
             seqkern.attention_decode(token, *caches, lengths, key=token, value=token, page_table=table)
         assert not any(cache.any() for cache in caches), number

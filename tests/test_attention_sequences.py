@@ -346,6 +346,17 @@ def test_decode_into_strided_caches():
     torch.testing.assert_close(strided, [keys, values], equal_nan=True, atol=0, rtol=0)
 
 
+def test_new_rows_from_the_cache_itself():
+    """Rows that are written are read as they were before."""
+    for counts in (torch.tensor([3, 3]), torch.tensor([3, 5])):
+        query, keys, values = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+        copies = [t.clone() for t in (keys, values)]
+        expected = decode(query, *copies, counts, key=keys[:, :, 2:5].clone(), value=keys[:, :, 4:7].clone())
+        assert torch.equal(decode(query, keys, values, counts, key=keys[:, :, 2:5], value=keys[:, :, 4:7]), expected)
+        assert torch.equal(keys, copies[0])
+        assert torch.equal(values, copies[1])
+
+
 def test_decode_compiles():
     @torch.compile(fullgraph=True)
     def compiled(query, keys, values, counts, key, value):
@@ -595,7 +606,7 @@ T, K = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8)
          lambda: varlen(Q, Q, Q[:9], S, S, 7, 7)),
         (ValueError, "the 4 heads of query must be a multiple of the 3",
          lambda: varlen(Q, Q[:, :3], Q[:, :3], S, S, 7, 7)),
-        (TypeError, "cu_seqlens_q must be a tensor or None, got list", lambda: varlen(Q, Q, Q, [0, 10], S, 7, 7)),
+        (TypeError, "cu_seqlens_q must be a tensor, got list", lambda: varlen(Q, Q, Q, [0, 10], S, 7, 7)),
         (TypeError, "cu_seqlens_k must be int32 or int64, got torch.float32",
          lambda: varlen(Q, Q, Q, S, S.float(), 7, 7)),
         (ValueError, r"cu_seqlens_q must have one dimension and one element more.*got shape \(1, 3\)",
@@ -613,6 +624,7 @@ T, K = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8)
          lambda: varlen(Q, Q, Q, S, S, 6, 7)),
         (TypeError, "max_seqlen_k must be a whole number, got 7.0", lambda: varlen(Q, Q, Q, S, S, 7, 7.0)),
         (ValueError, "max_seqlen_k must not be negative, got -1", lambda: varlen(Q, Q, Q, S, S, 7, -1)),
+        (ValueError, r"max_seqlen_q must be below 2\^62, got", lambda: varlen(Q, Q, Q, S, S, 2**64, 7)),
         (ValueError, r"attn_mask must broadcast to \(2, 4, 7, 7\)",
          lambda: varlen(Q, Q, Q, S, S, 7, 7, attn_mask=torch.ones(10, 10))),
         (ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)",
@@ -641,6 +653,7 @@ def test_errors_of_packed_sequences(error, words, call):
          lambda: decode(T, C, C[:1].expand(2, 2, 16, 8), N)),
         (ValueError, "value_cache must have the key_cache's 16 rows", lambda: decode(T, C, C[:, :, :15], N)),
         (TypeError, "cache_lengths must be int32 or int64, got torch.float32", lambda: decode(T, C, C, N.float())),
+        (TypeError, "cache_lengths must be a tensor, got NoneType", lambda: decode(T, C, C, None)),
         (ValueError, r"cache_lengths must have shape \(2,\)", lambda: decode(T, C, C, N[:1])),
         (ValueError, "cache_lengths must leave room for 0 new tokens among 16, got 17 for sequence 0",
          lambda: decode(T, C, C, N + 14)),
@@ -707,6 +720,7 @@ def test_errors_of_weights(error, words, call):
         (ValueError, r"lse_b must have shape \(2, 4, 1\), as out_a asks, got \(2, 4, 1, 8\)",
          lambda: merge(T, T[..., 0], T, T)),
         (ValueError, r"out_b must have shape \(2, 4, 1, 8\)", lambda: merge(T, T[..., 0], K, T[..., 0])),
+        (ValueError, "out_a must have at least 1 dimension", lambda: merge(T.sum(), T.sum(), T.sum(), T.sum())),
         (ValueError, "lse_b must be on the device of out_a, cpu, got meta",
          lambda: merge(T, T[..., 0], T, T[..., 0].to("meta"))),
     ],

@@ -197,6 +197,17 @@ def test_tier_and_backend_from_the_environment():
     assert call(sys.executable, "-c", program, cwd=ROOT, env=environment).split() == ["generic", "reference"]
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])
+def test_the_command_tells_of_every_op(backend):
+    """Also of those that the backend cannot run here."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("SEQKERN_SIMT", "TRITON_INTERPRET")
+    }
+    told = call(sys.executable, "-m", "seqkern", cwd=ROOT, env=environment | {"SEQKERN_BACKEND": backend})
+    for op in _library.FUNCTIONS:
+        assert re.search(rf"^{op}: ", told, re.MULTILINE), told
+
+
 @pytest.mark.parametrize(("variable", "value"), [("SEQKERN_CPU_ISA", "sse9"), ("SEQKERN_BACKEND", "fast")])
 def test_wrong_environment_raises_at_import(variable, value):
     result = subprocess.run(

@@ -13,6 +13,7 @@ from torch import Tensor
 from seqkern.ops._autograd import FLOATING, readable, transforms_active
 
 _INTEGERS = (torch.int32, torch.int64)
+_NO_NUMBERS = (str, Tensor, list, tuple, dict)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -106,7 +107,7 @@ def broadcast(op: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool)
 
 
 def check_dropout(op: str, dropout_p: float) -> float:
-    if dropout_p is None or isinstance(dropout_p, (str, Tensor)):
+    if dropout_p is None or isinstance(dropout_p, _NO_NUMBERS):
         raise TypeError(f"{op}: dropout_p must be a probability, got {dropout_p!r}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{op}: dropout_p must be a probability, between 0 and 1, got {dropout_p}")
@@ -118,7 +119,7 @@ def check_scale(op: str, scale: float | None, head_dim: int) -> float:
         return 1 / math.sqrt(max(head_dim, 1))
     if isinstance(scale, Tensor):
         raise TypeError(f"{op}: scale must be a number or None, got a tensor: scale the query for a gradient of it")
-    if isinstance(scale, str):
+    if isinstance(scale, _NO_NUMBERS):
         raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
     if not abs(scale) <= _LARGEST:
         raise ValueError(f"{op}: scale must be a finite float32 number, got {scale}")
@@ -129,7 +130,7 @@ def check_softcap(op: str, softcap: float | None) -> float:
     """0 is none."""
     if softcap is None:
         return 0.0
-    if isinstance(softcap, (str, Tensor)):
+    if isinstance(softcap, _NO_NUMBERS):
         raise TypeError(f"{op}: softcap must be a number or None, got {type(softcap).__name__}")
     if not 0 <= softcap <= _LARGEST:
         raise ValueError(f"{op}: softcap must be a finite number >= 0, got {softcap}")
@@ -164,9 +165,11 @@ def check_align(op: str, causal_align: str) -> bool:
 # ---- tensors of options -------------------------------------------------------------------------------------------
 
 
-def _check_option(op: str, name: str, t: Any, query: Tensor, dtypes: Sequence[torch.dtype], words: str) -> None:
+def _check_option(
+    op: str, name: str, t: Any, query: Tensor, dtypes: Sequence[torch.dtype], words: str, kind: str = "a tensor or None"
+) -> None:
     if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor or None, got {type(t).__name__}")
+        raise TypeError(f"{op}: {name} must be {kind}, got {type(t).__name__}")
     if t.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be {words}, got {t.dtype}")
     if t.device != query.device:
@@ -199,7 +202,8 @@ def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> T
 
 
 def check_key_lengths(op: str, lengths: Tensor, query: Tensor, batch: int, name: str = "key_lengths") -> Tensor:
-    _check_option(op, name, lengths, query, _INTEGERS, "int32 or int64")
+    kind = "a tensor" if name == "cache_lengths" else "a tensor or None"
+    _check_option(op, name, lengths, query, _INTEGERS, "int32 or int64", kind)
     if lengths.shape != (batch,):
         raise ValueError(f"{op}: {name} must have shape ({batch},), the batch size, got {shape_of(lengths)}")
     return lengths.contiguous()
@@ -230,7 +234,7 @@ def prepare_sinks(op: str, sinks: Tensor, query: Tensor) -> Tensor:
 
 def check_starts(op: str, starts: Tensor, longest: int, query: Tensor, rows: int, name: str, of: str) -> Tensor:
     """The boundaries of the sequences in `of`; their values only where they can be read at once."""
-    _check_option(op, name, starts, query, _INTEGERS, "int32 or int64")
+    _check_option(op, name, starts, query, _INTEGERS, "int32 or int64", "a tensor")
     if starts.dim() != 1 or starts.shape[0] == 0:
         raise ValueError(
             f"{op}: {name} must have one dimension and one element more than there are sequences, "
@@ -241,6 +245,8 @@ def check_starts(op: str, starts: Tensor, longest: int, query: Tensor, rows: int
         raise TypeError(f"{op}: {limit} must be a whole number, got {longest!r}")
     if longest < 0:
         raise ValueError(f"{op}: {limit} must not be negative, got {longest}")
+    if isinstance(longest, int) and longest >= 2**62:
+        raise ValueError(f"{op}: {limit} must be below 2^62, got {longest}")
     if readable(starts):
         ends = starts.tolist()
         if ends[0] != 0:

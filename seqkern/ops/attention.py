@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
         TypeError: an argument that is not a tensor, or dtypes that are not floating point or differ.
         ValueError: shapes that do not fit each other, tensors on different devices, or a dropout_p that is no
             probability.
-        NotImplementedError: the backend in force does not run on the query's device.
+        NotImplementedError: as `attention`.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
 
@@ -163,7 +163,8 @@ def attention(
         TypeError: an argument that is not a tensor or number where it must be one, or dtypes that are not floating
             point (of lengths: whole numbers) or differ.
         ValueError: shapes that do not fit each other, tensors on different devices, or a number out of its range.
-        NotImplementedError: the backend in force does not run on the device.
+        NotImplementedError: the backend in force does not run on the device, or not this: Triton takes head dimensions
+            of 1 to 256, CUDA C++ as well, and no float64.
 
     Source: Vaswani et al. 2017; shared key heads: Ainslie et al. 2023; window: Beltagy et al. 2020; slopes: Press et
     al. 2022; softcap: Gemma 2, 2024; sinks: Xiao et al. 2023 and gpt-oss, 2025.
@@ -237,7 +238,8 @@ def attention_varlen(
         cu_seqlens_q: (S + 1,), int32 or int64: from 0, not decreasing, at most T at the end. Rows behind the end belong
             to no sequence: their output is 0, their log-sum-exp -inf. cu_seqlens_k: likewise, for key and value. What
             they hold is checked where it can be read at once: on the CPU, not compiled and not inside a transform.
-        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys.
+        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys. Where boundaries cannot be checked, as on a
+            GPU, the rows of a sequence beyond its maximum are not computed: what the output holds there is undefined.
         causal, window, softcap, sinks, scale: as `attention`, within each sequence.
         causal_align: as `attention`, from the lengths of each sequence.
         attn_mask: broadcasts to (S, H, max_seqlen_q, max_seqlen_k); of each sequence, the upper left corner counts.
@@ -341,8 +343,10 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
         if not t.is_floating_point():
             raise TypeError(f"{op}: {name} must be of floating point, got {t.dtype}")
+        if not out_a.dim():
+            raise ValueError(f"{op}: out_a must have at least 1 dimension, got shape ()")
         expected = out_a.shape if name.startswith("out") else out_a.shape[:-1]
-        if t.shape != expected or not out_a.dim():
+        if t.shape != expected:
             raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, as out_a asks, got {shape_of(t)}")
         if t.device != out_a.device:
             raise ValueError(f"{op}: {name} must be on the device of out_a, {out_a.device}, got {t.device}")

@@ -48,8 +48,8 @@ def attention_decode(
 
     With key and value, their N rows are written into the caches at cache_lengths, in place: the one change that seqkern
     makes to its arguments. cache_lengths stays as it is: add N to it before the next call. The queries are the last Nq
-    tokens of every sequence, so that query i sees what is at or before position cache_lengths + N - Nq + i. What the
-    caches hold beyond is never read.
+    tokens of every sequence, so that query i sees what is at or before position cache_lengths + N - Nq + i; one that
+    has no such position has output 0. What the caches hold beyond is never read.
 
     Args:
         query: (B, H, Nq, D), float64, float32, bfloat16 or float16.
@@ -57,9 +57,11 @@ def attention_decode(
             With a page_table, pages of P tokens that any sequence may own: (pages, Hk, P, D) and (pages, Hk, P, Dv).
         cache_lengths: (B,), int32 or int64: the tokens in the cache of every sequence, without the new ones.
         key, value: the new tokens' (B, Hk, N, D) and (B, Hk, N, Dv), or both None where the caches have them already.
+            They may be views of the caches; under torch.compile not of rows that are written.
         page_table: (B, pages of a sequence), int32 or int64: token j of sequence b is row j % P of page
-            page_table[b, j // P], for any P. Entries of pages without a token that is seen or written may be anything,
-            as -1. CUDA C++ reads pages where they lie; the other backends copy those of all sequences together first.
+            page_table[b, j // P], for any P; no page that is written belongs to two sequences. Entries of pages without
+            a token that is seen or written may be anything, as -1. CUDA C++ reads pages where they lie (for 1 to 16
+            queries); the other backends copy those of all sequences together first.
         window: (left, right), as `attention`; right is 0.
         alibi_slopes, softcap, sinks, scale, return_lse: as `attention`.
 
@@ -67,8 +69,9 @@ def attention_decode(
         As `attention`. Under autocast, query, key and value are cast to the caches' dtype.
 
     Raises:
-        As `attention`. ValueError also for tokens that do not fit the cache, before anything is written (checked where
-        the lengths can be read at once: on the CPU, not compiled), and for entries of page_table that name no page.
+        As `attention`. ValueError also for tokens that do not fit the cache, before anything is written, and for
+        entries of page_table that name no page, both where lengths and table can be read at once: on the CPU, not
+        compiled. (Elsewhere CUDA C++ writes no row without a place; the other backends need numbers that are right.)
         NotImplementedError where a gradient is wanted: there is none; use torch.no_grad(), or `attention`.
 
     Source: as `attention`.
@@ -121,6 +124,7 @@ def attention_decode(
             f"{op} has no gradient and does not run inside transforms: call it under torch.no_grad(), or use attention"
         )
     count = _check_new(op, query, key_cache, value_cache, new)
+    new = {name: _apart(t, key_cache, value_cache) for name, t in new.items()}
     ends = _check_room(op, lengths, count, room)
     if page_table is not None and ends is not None and readable(page_table):
         _check_entries(op, page_table, ends, count, queries, left, key_cache)
@@ -196,6 +200,13 @@ def _check_new(op: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, n
         if t.shape != expected:
             raise ValueError(f"{op}: {name} must have shape {tuple(expected)} to fit the cache, got {shape_of(t)}")
     return count
+
+
+def _apart(t: Tensor, *caches: Tensor) -> Tensor:
+    """New rows that lie in a cache's memory are copied: they would be read while that memory is written."""
+    if torch.compiler.is_compiling():
+        return t
+    return t.clone() if any(torch._C._is_alias_of(t, cache) for cache in caches) else t  # type: ignore[attr-defined]
 
 
 def _check_room(op: str, lengths: Tensor, count: int, room: int) -> list[int] | None:
