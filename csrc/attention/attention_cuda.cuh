@@ -76,8 +76,8 @@ struct AttentionCuda {
   uint32_t threshold;
   float keep_scale;  // 1 / (1 - p)
 
-  // Whether a score is more than scale q.k, or may be dropped. Scales <= 0 count too: the others may look for a row's
-  // maximum before they multiply.
+  // Whether scores are scale q.k and none is dropped, with a scale above 0: a row's maximum may be looked for before
+  // the multiplication.
   __host__ __device__ bool plain() const {
     return softcap == 0 && slopes == nullptr && mask == nullptr && seed == nullptr && scale > 0;
   }
@@ -235,9 +235,6 @@ SK_DEVICE float biased(const AttentionCuda& p, const AttentionHead& head, const 
 // The four words that decide about the keys 4 (j / 4) ... + 3 of a row (row_number): key j is kept where word j % 4 is
 // >= the threshold.
 SK_DEVICE uint4 dropout_words(uint64_t seed, int64_t row, int j) { return philox(seed, row, j); }
-SK_DEVICE uint32_t word_of(const uint4& words, int j) {
-  return j % 4 == 0 ? words.x : j % 4 == 1 ? words.y : j % 4 == 2 ? words.z : words.w;
-}
 
 // A row's lse in the kernels' units, +inf where it sees nothing, so that e^(z - lse) is 0 and not NaN.
 SK_DEVICE float lse_or_infinity(float lse) { return lse == -INFINITY ? INFINITY : lse; }
