@@ -56,10 +56,8 @@ SK_DEVICE void load_rows(unsigned char* tile, int tile_rows, const T* from, int6
     for (int n = thread; n < tile_rows * Rows::kChunks; n += threads) {
       const int row = n / Rows::kChunks, chunk = n % Rows::kChunks;
       if (chunk * Rows::kChunk >= live) continue;
-      const int left = row < rows ? (columns - chunk * Rows::kChunk) * static_cast<int>(sizeof(T)) : 0;
-      const int bytes = max(0, min(16, left));
-      cp_async_16(tile + Rows::offset(row, chunk), bytes > 0 ? from + row * stride + chunk * Rows::kChunk : from,
-                  bytes);
+      cp_async_16_if(tile + Rows::offset(row, chunk), from + row * stride + chunk * Rows::kChunk,
+                     row < rows && chunk * Rows::kChunk < columns);
     }
   } else {
     attention_mma::load_elements<T, kDim>(tile, tile_rows, from, stride, rows, columns, live, thread, threads);

@@ -150,7 +150,6 @@ constexpr int64_t kMostRows = int64_t{1} << 30, kMostBlocks = int64_t{1} << 30;
 bool hopper_serves_backward(const AttentionCall& call, const AttentionBackwardCuda& b) {
   const AttentionCuda& c = b.call;
   if (!c.plain() || b.grad_mask != nullptr || b.grad_distance != nullptr || !c.vectors) return false;
-  if (c.head_dim < 8 || c.value_dim < 8 || c.head_dim % 8 != 0 || c.value_dim % 8 != 0) return false;
   if (instance_of(call, c) == nullptr || !hopper_serves(call.like)) return false;
   if (c.query_rows > kMostRows || c.key_rows > kMostRows) return false;
   const int64_t pairs = int64_t{c.sequences} * c.heads;

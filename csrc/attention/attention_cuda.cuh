@@ -54,6 +54,7 @@ struct AttentionIntegers {
 struct AttentionCuda {
   AttentionTensor query, key, value;
   // Rows of 16-bit or 32-bit elements that begin at multiples of 16 bytes, in all tensors of the call: cp.async, TMA.
+  // They are whole units of 16 bytes too, but for decoding.
   bool vectors;
   bool tf32;  // float32: one product of tf32 numbers, where torch's own flag allows it; else three
   int sequences, heads, kv_heads, head_dim, value_dim;
