@@ -66,13 +66,6 @@ def check_cases(device: str, dims: tuple[int, ...] = (64, 128, 256)) -> None:
             Call(of_dims(case, (BF16, F16)[(n + k) % 2], d)).check(device, name)
 
 
-def check_few(device: str) -> None:
-    """As few as go around the rings, take turns at dQ and meet the end of keys, in every shape."""
-    case = Case(lengths=((140, 210),), key_lengths=(205,), right=0, lower_right=True, **ONE)
-    for d in (64, 128, 256):
-        Call(of_dims(case, BF16, d)).check(device, d)
-
-
 def check_dims(device: str) -> None:
     """Head dimensions between those, and values that have another."""
     pairs = ((40, 40), (8, 64), (72, 40), (96, 128), (128, 32), (136, 136), (192, 128), (24, 256), (256, 200))
@@ -204,22 +197,22 @@ def test_executor_same_bits(simt):
     assert_same_digest(simt(HERE, *words, sanitize=False, multiprocessors=8), 3)
 
 
-def test_executor_few_sanitized(simt):
-    simt(HERE, "check_few", seed=3)
-
-
-def test_executor_finds_no_race_in_few(simt):
-    simt(HERE, "check_few", seed=7, race=True)
-
-
-@pytest.mark.slow
 def test_executor_sanitized(simt):
-    simt(HERE, "check_cases", "check_samples", seed=3)
+    simt(HERE, "check_cases", seed=3)
+
+
+def test_executor_finds_no_race(simt):
+    simt(HERE, "check_cases", seed=7, race=True)
 
 
 @pytest.mark.slow
-def test_executor_finds_no_race(simt):
-    simt(HERE, "check_cases", "check_samples", seed=7, race=True)
+def test_executor_samples_sanitized(simt):
+    simt(HERE, "check_samples", seed=3)
+
+
+@pytest.mark.slow
+def test_executor_finds_no_race_in_samples(simt):
+    simt(HERE, "check_samples", seed=7, race=True)
 
 
 @pytest.mark.slow

@@ -189,14 +189,6 @@ def quick() -> Iterator[Case]:
     yield Case((200, 0, 9, 70), (130, 5, 0, 200), packed=True, gaps=(3, 5), **CAUSAL, lower_right=True, left=90)
 
 
-def few() -> Iterator[Case]:
-    """As few as walk from tile to tile, around the rings, along the band, past the end of keys, in every shape."""
-    yield Case((100, 100), (300, 300), (290, 130), right=0, diagonal=150)
-    yield Case((9, 70), (90, 130), packed=True, gaps=(3, 5), head_dim=72, value_dim=128)
-    yield Case((70,), (250,), (200,), head_dim=136, value_dim=256, left=110)
-    yield Case((70, 20), (150, 90), packed=True, right=0, lower_right=True, softcap=2.0, dropout_p=0.2, sinks=True)
-
-
 def scored() -> Iterator[Case]:
     """Scores that are more than scale q.k, alone and together; blocks of 64 keys, tiles of 128 queries."""
     yield Case((150,), (200,), softcap=2.0, head_dim=72, value_dim=128, **CAUSAL, lower_right=True)
@@ -294,7 +286,6 @@ def repeated(device: str) -> None:
 
 
 PARTS: dict[str, Callable[[str], None]] = {
-    "few": check_all(few),
     "quick": check_all(quick),
     "scored": check_all(scored),
     "options": check_all(options),
@@ -312,12 +303,12 @@ def test_forward(simt: Callable[..., str], seed: int) -> None:
     simt(__file__, *parts, sanitize=False, seed=seed, arch=90, multiprocessors=2)
 
 
-def test_few_in_memory(simt: Callable[..., str]) -> None:
-    simt(__file__, "few", arch=90, multiprocessors=1)
+def test_memory(simt: Callable[..., str]) -> None:
+    simt(__file__, "quick", "scored", "many_tiles", arch=90, multiprocessors=3)
 
 
-def test_few_without_races(simt: Callable[..., str]) -> None:
-    simt(__file__, "few", race=True, arch=90, multiprocessors=1)
+def test_races(simt: Callable[..., str]) -> None:
+    simt(__file__, "quick", "scored", "many_tiles", race=True, arch=90, multiprocessors=2)
 
 
 @pytest.mark.slow
@@ -327,13 +318,13 @@ def test_options_and_sizes(simt: Callable[..., str], seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_memory(simt: Callable[..., str]) -> None:
-    simt(__file__, "quick", "scored", "many_tiles", "options", arch=90, multiprocessors=3)
+def test_options_in_memory(simt: Callable[..., str]) -> None:
+    simt(__file__, "options", arch=90, multiprocessors=3)
 
 
 @pytest.mark.slow
-def test_races(simt: Callable[..., str]) -> None:
-    simt(__file__, "quick", "scored", "many_tiles", "options", race=True, arch=90, multiprocessors=2)
+def test_races_of_options(simt: Callable[..., str]) -> None:
+    simt(__file__, "options", race=True, arch=90, multiprocessors=2)
 
 
 test_gpu = gpu_test(PARTS, hopper=True)
