@@ -6,11 +6,9 @@ results are the CPU kernels', so that these tests need no other CUDA kernel; but
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import math
-import os
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,143 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_triton import Case, build, formula
-from torch import Tensor
+from attention_cases import BackwardCall, Case
+from cuda_checks import assert_same_digest, checks_of, gpu_bits_test, gpu_test, print_digest, run_words
 
-from seqkern.testing import compare, poison
-
-NAMES = ("grad_query", "grad_key", "grad_value", "grad_mask", "grad_distance")
 SHORT = (torch.bfloat16, torch.float16)
 FLOATS = (*SHORT, torch.float32)
-
-
-class Call:
-    """A call of the op: its arguments, made on the CPU, and what the formula says of them."""
-
-    def __init__(self, case: Case, seed: int = 0, queries: float = 1.0, keys: float = 1.0) -> None:
-        self.case = case
-        self.arguments = build(replace(case, device="cpu"), seed)
-        self.arguments["query"] *= queries
-        self.arguments["key"] *= keys
-        self.hide()
-        out, lse = torch.ops.seqkern.attention_fwd(*self.arguments.values())
-        generator = torch.Generator().manual_seed(seed)
-        grad_out = torch.randn(out.shape, generator=generator).to(out)
-        if case.varlen:  # what no sequence holds
-            grad_out[:, :, : int(self.arguments["query_starts"][0])] = math.nan
-            grad_out[:, :, int(self.arguments["query_starts"][-1]) :] = math.nan
-        if case.strided:
-            grad_out = grad_out[..., :1].expand(grad_out.shape)
-        grad_lse = torch.randn(lse.shape, generator=generator) if case.grad_lse else None
-        self.results = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
-
-    def hide(self) -> None:
-        """NaN into what no sequence holds, and behind the lengths."""
-        a, case = self.arguments, self.case
-        for names, starts in ((("query",), a["query_starts"]), (("key", "value"), a["key_starts"])):
-            for name in names if starts is not None else ():
-                a[name][:, :, : int(starts[0])] = math.nan
-                a[name][:, :, int(starts[-1]) :] = math.nan
-        if case.key_lengths is None:
-            return
-        for s, length in enumerate(case.key_lengths):
-            b, first, end = s, 0, a["key"].shape[2]
-            if case.varlen:
-                b, first, end = 0, int(a["key_starts"][s]), int(a["key_starts"][s + 1])
-            for name in ("key", "value"):
-                a[name][b, :, min(end, first + max(0, length)) : end] = math.nan
-
-    def run(self, device: str, tf32: bool = False) -> dict[str, Tensor]:
-        case = self.case
-
-        def there(t: Any) -> Any:  # with its strides
-            if not isinstance(t, Tensor):
-                return t
-            memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
-            return memory.as_strided(t.shape, t.stride(), t.storage_offset())
-
-        a = {name: there(t) for name, t in self.arguments.items() if name != "sinks"}
-        r = {name: there(t) for name, t in self.results.items()}
-        q, k, v = a.pop("query"), a.pop("key"), a.pop("value")
-        grads = torch.ops.seqkern_cuda.attention_bwd(
-            r["grad_out"], r["grad_lse"], q, k, v, r["out"], r["lse"], *a.values(), case.need_mask, case.need_slopes,
-            tf32, "mma",
-        )  # fmt: skip
-        for name, grad, like in zip(NAMES, grads, (q, k, v), strict=False):
-            assert grad.shape == like.shape, name
-            assert grad.dtype == like.dtype, name
-            assert (grad.squeeze(0).transpose(0, 1) if case.varlen else grad).is_contiguous(), name
-        return {name: grad.cpu() for name, grad in zip(NAMES, grads, strict=True)}
-
-    def forward(self, device: str) -> None:
-        """Results by the CUDA kernel: of float32 its scores have the backward's bits, and lse their errors."""
-        a = [t.to(device) if isinstance(t, Tensor) else t for t in self.arguments.values()]
-        out, lse = torch.ops.seqkern_cuda.attention_fwd(*a, False, "mma")
-        self.results |= {"out": out.cpu(), "lse": lse.cpu()}
-
-    def gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """By the formula with everything in `dtype`, differentiated."""
-        case = self.case
-        starts = self.arguments["query_starts"]
-        exact = {
-            name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-            for name, t in self.arguments.items()
-        }
-        leaves = [exact[name].requires_grad_() for name in ("query", "key", "value")]
-        if case.need_mask:
-            leaves.append(exact["attn_mask"].requires_grad_())
-        out, lse, scores = formula(**exact)
-        loss = (out * self.results["grad_out"].to(dtype)).sum()
-        if case.grad_lse:
-            loss = loss + torch.where(lse.isinf(), 0, lse * self.results["grad_lse"].to(dtype)).sum()
-        rows = [z for z, _ in scores.values()]
-        if not loss.requires_grad:
-            wanted = [torch.zeros_like(t) for t in (*leaves, *rows)]
-        else:
-            wanted = torch.autograd.grad(loss, [*leaves, *rows], allow_unused=True, materialize_grads=True)
-        result = dict(zip(NAMES, wanted[: len(leaves)], strict=False))
-        if case.need_slopes:
-            distance = torch.zeros_like(lse)
-            for ((s, h), (z, far)), grad in zip(scores.items(), wanted[len(leaves) :], strict=True):
-                b, first = (s, 0) if starts is None else (0, int(starts[s]))
-                distance[b, h, first : first + len(z)] = (torch.where(z.isinf(), 0, grad) * far).sum(1)
-            result["grad_distance"] = distance
-        return {name: t.detach() for name, t in result.items()}
-
-    def by_cpu(self) -> dict[str, Tensor]:
-        """By the CPU kernels, whose delta comes from the rounded output too."""
-        a = {name: t for name, t in self.arguments.items() if name != "sinks"}
-        r = self.results
-        grads = torch.ops.seqkern.attention_bwd(
-            r["grad_out"], r["grad_lse"], a.pop("query"), a.pop("key"), a.pop("value"), r["out"], r["lse"],
-            *a.values(), self.case.need_mask, self.case.need_slopes,
-        )  # fmt: skip
-        return dict(zip(NAMES, grads, strict=True))
-
-    def check(self, device: str, *about: object) -> dict[str, Tensor]:
-        case = self.case
-        exact, peer = self.gradients(torch.float64), self.gradients(case.dtype)
-        if case.dtype == torch.float32:
-            other = self.by_cpu()
-            self.forward(device)
-        ours = self.run(device)
-        assert ours["grad_mask"].numel() == (self.arguments["attn_mask"].numel() if case.need_mask else 0)
-        assert ours["grad_distance"].numel() == (self.results["lse"].numel() if case.need_slopes else 0)
-        factor = 3.0 if case.softcap else 2.0
-        if case.dtype == torch.float32:
-            if device != "cpu":  # its tensor cores cut sums, where the executor rounds
-                factor *= 1.5
-            peer = {
-                name: max((peer[name], other[name]), key=lambda t, n=name: float((t - exact[n]).abs().max()))
-                if right.numel() else peer[name] for name, right in exact.items()
-            }  # fmt: skip
-        reports = [
-            compare(ours[name], peer[name].to(ours[name].dtype), exact[name], factor=factor, name=name)
-            for name in exact
-        ]
-        failed = [str(report) for report in reports if not report.passed]
-        assert not failed, f"{about} {case}\n" + "\n".join(failed)
-        return ours
+Call = functools.partial(BackwardCall, path="mma")
 
 
 # ---- cases ---------------------------------------------------------------------------------------------------------
@@ -257,13 +124,13 @@ def check_numbers(device: str) -> None:
         low = Call(case)  # keys that point away from every query; those that pad the tile would have score 0
         low.arguments["query"] = low.arguments["query"].abs() * 4 + 1
         low.arguments["key"] = low.arguments["key"].abs() * -6 - 1
-        low.results["out"], low.results["lse"] = torch.ops.seqkern.attention_fwd(*low.arguments.values())
+        low.forward()
         assert low.results["lse"].max() < -88.7
         low.check(device, "low")
         hidden = Call(replace(case, mask="additive", need_mask=True, mask_sizes=(True, False, True, True)))
         hidden.arguments["attn_mask"][:, :, 3:150] = -math.inf
         hidden.arguments["attn_mask"][:, :, :, 77] = -math.inf
-        hidden.results["out"], hidden.results["lse"] = torch.ops.seqkern.attention_fwd(*hidden.arguments.values())
+        hidden.forward()
         hidden.results["grad_lse"][..., 3:150] = math.nan  # goes nowhere
         ours = hidden.run(device)
         assert not ours["grad_query"][:, :, 3:150].any()
@@ -341,7 +208,7 @@ def check_more_samples(device: str) -> None:
     check_samples(device, range(1000, 1300))
 
 
-def problems() -> Iterator[Call]:
+def problems() -> Iterator[BackwardCall]:
     for dtype in (torch.bfloat16, torch.float32):
         for name in ("causal", "everything", "mask of all heads"):
             for d, dv in ((64, 64), (136, 128)):
@@ -350,15 +217,10 @@ def problems() -> Iterator[Call]:
 
 def check_digest(device: str) -> None:
     """Prints a digest of the bits of all results: the same for every schedule, run, and shape of the tiles."""
-    digest = hashlib.sha256()
-    for call in problems():
-        for name, result in call.run(device).items():
-            assert result.isfinite().all(), name
-            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
-    print(digest.hexdigest())
+    print_digest((t for call in problems() for t in call.run(device).values()), finite=True)
 
 
-CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+CHECKS = checks_of(globals())
 QUICK = [name for name in CHECKS if "_all_" not in name and "_more_" not in name]
 HERE = Path(__file__)
 
@@ -381,9 +243,7 @@ def test_executor_sanitized(simt):
 def test_executor_same_bits(simt):
     """For every schedule, and every size of shared memory, so of the tiles."""
     shared = ["shared=101376", "check_digest", "shared=166912", "check_digest", "shared=232448", "check_digest"]
-    lines = simt(HERE, "seed=1", *shared, "seed=2", "check_digest", sanitize=False).split()
-    assert len(lines) == 4
-    assert len(set(lines)) == 1
+    assert_same_digest(simt(HERE, "seed=1", *shared, "seed=2", "check_digest", sanitize=False), 4)
 
 
 def test_executor_finds_no_race(simt):
@@ -405,27 +265,9 @@ def test_executor_finds_no_race_anywhere(shared, simt):
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", CHECKS)
-def test_gpu(check):
-    CHECKS[check]("cuda")
-
-
-@pytest.mark.gpu
-def test_gpu_same_bits_every_run(capsys):
-    for _ in range(50):
-        check_digest("cuda")
-    assert len(set(capsys.readouterr().out.split())) == 1
+test_gpu = gpu_test(CHECKS)
+test_gpu_same_bits_every_run = gpu_bits_test(check_digest)
 
 
 if __name__ == "__main__":
-    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
-    with poison():
-        for word in sys.argv[1:]:
-            if "=" in word:
-                limit, value = word.split("=")
-                os.environ[f"SEQKERN_SIMT_{limit.upper()}"] = value
-            else:
-                torch.manual_seed(0)
-                CHECKS[word]("cpu")
+    run_words(CHECKS, "cpu")

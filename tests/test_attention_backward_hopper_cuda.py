@@ -6,14 +6,10 @@ results are the CPU kernels', so that these tests need no other CUDA kernel.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
+import functools
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,93 +17,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_triton import Case, build, formula
-from torch import Tensor
+from attention_cases import BackwardCall, Case
+from cuda_checks import (
+    assert_same_digest,
+    checks_of,
+    gpu_bits_test,
+    gpu_test,
+    machine_code,
+    print_digest,
+    run_words,
+)
 
-from seqkern import _library
-from seqkern.testing import compare, poison
-
-NAMES = ("grad_query", "grad_key", "grad_value")
 BF16, F16 = torch.bfloat16, torch.float16
-
-
-class Call:
-    """A call of the op: its arguments, made on the CPU, and what the formula says of them.
-
-    What no sequence holds and what lies behind the lengths is NaN.
-    """
-
-    def __init__(self, case: Case, seed: int = 0) -> None:
-        self.case = case
-        self.arguments = a = build(replace(case, device="cpu"), seed)
-        for names, starts in ((("query",), a["query_starts"]), (("key", "value"), a["key_starts"])):
-            for name in names if starts is not None else ():
-                a[name][:, :, : int(starts[0])] = math.nan
-                a[name][:, :, int(starts[-1]) :] = math.nan
-        for s, length in enumerate(case.key_lengths or ()):
-            b, first, end = s, 0, a["key"].shape[2]
-            if case.varlen:
-                b, first, end = 0, int(a["key_starts"][s]), int(a["key_starts"][s + 1])
-            for name in ("key", "value"):
-                a[name][b, :, min(end, first + max(0, length)) : end] = math.nan
-        self.forward(seed)
-
-    def forward(self, seed: int = 0) -> None:
-        case = self.case
-        out, lse = torch.ops.seqkern.attention_fwd(*self.arguments.values())
-        generator = torch.Generator().manual_seed(seed)
-        grad_out = torch.randn(out.shape, generator=generator).to(out)
-        if case.varlen:  # of no sequence
-            starts = self.arguments["query_starts"]
-            grad_out[:, :, : int(starts[0])] = math.nan
-            grad_out[:, :, int(starts[-1]) :] = math.nan
-        grad_lse = torch.randn(lse.shape, generator=generator) if case.grad_lse else None
-        self.results = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
-
-    def run(self, device: str) -> dict[str, Tensor]:
-        def there(t: Any) -> Any:  # with its strides
-            if not isinstance(t, Tensor):
-                return t
-            memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
-            return memory.as_strided(t.shape, t.stride(), t.storage_offset())
-
-        a = {name: there(t) for name, t in self.arguments.items() if name != "sinks"}
-        r = {name: there(t) for name, t in self.results.items()}
-        q, k, v = a.pop("query"), a.pop("key"), a.pop("value")
-        grads = torch.ops.seqkern_cuda.attention_bwd(
-            r["grad_out"], r["grad_lse"], q, k, v, r["out"], r["lse"], *a.values(), False, False, False, "hopper"
-        )
-        for name, grad, like in zip(NAMES, grads, (q, k, v), strict=False):
-            assert grad.shape == like.shape, name
-            assert grad.dtype == like.dtype, name
-        return {name: grad.cpu() for name, grad in zip(NAMES, grads, strict=False)}
-
-    def gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """By the formula with everything in `dtype`, differentiated."""
-        exact = {
-            name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-            for name, t in self.arguments.items()
-        }
-        leaves = [exact[name].requires_grad_() for name in ("query", "key", "value")]
-        out, lse, _ = formula(**exact)
-        mine = torch.zeros(out.shape[2], dtype=torch.bool)
-        starts = self.arguments["query_starts"]
-        first, last = (0, len(mine)) if starts is None else (int(starts[0]), int(starts[-1]))
-        mine[first:last] = True
-        loss = (out * self.results["grad_out"].to(dtype))[:, :, mine].sum()
-        if self.case.grad_lse:
-            loss = loss + torch.where(lse.isinf(), 0, lse * self.results["grad_lse"].to(dtype)).sum()
-        if not loss.requires_grad:
-            return {name: torch.zeros_like(t) for name, t in zip(NAMES, leaves, strict=True)}
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        return dict(zip(NAMES, grads, strict=True))
-
-    def check(self, device: str, *about: object) -> dict[str, Tensor]:
-        ours, exact, peer = self.run(device), self.gradients(torch.float64), self.gradients(self.case.dtype)
-        reports = [compare(ours[name], peer[name], exact[name], name=name) for name in NAMES]
-        failed = [str(report) for report in reports if not report.passed]
-        assert not failed, f"{about} {self.case}\n" + "\n".join(failed)
-        return ours
+Call = functools.partial(BackwardCall, path="hopper")
 
 
 # ---- cases ---------------------------------------------------------------------------------------------------------
@@ -244,7 +166,7 @@ def check_more_samples(device: str) -> None:
     check_samples(device, range(1000, 1200))
 
 
-def problems() -> Iterator[Call]:
+def problems() -> Iterator[BackwardCall]:
     for d in (64, 128, 256):
         for name in ("causal", "long group", "packed"):
             yield Call(of_dims(CASES[name], BF16, d))
@@ -255,15 +177,10 @@ def problems() -> Iterator[Call]:
 
 def check_digest(device: str) -> None:
     """Prints a digest of the bits of all results: the same for every schedule and every run."""
-    digest = hashlib.sha256()
-    for call in problems():
-        for name, result in call.run(device).items():
-            assert result.isfinite().all(), name
-            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
-    print(digest.hexdigest())
+    print_digest((t for call in problems() for t in call.run(device).values()), finite=True)
 
 
-CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+CHECKS = checks_of(globals())
 QUICK = ("check_cases", "check_dims", "check_strided", "check_lengths", "check_numbers", "check_samples")
 HERE = Path(__file__)
 
@@ -277,19 +194,25 @@ def test_executor(simt):
 
 def test_executor_same_bits(simt):
     words = [word for seed in range(3) for word in (f"seed={seed}", "check_digest")]
-    lines = simt(HERE, *words, sanitize=False, multiprocessors=8).split()
-    assert len(lines) == 3
-    assert len(set(lines)) == 1
+    assert_same_digest(simt(HERE, *words, sanitize=False, multiprocessors=8), 3)
 
 
-@pytest.mark.slow
 def test_executor_sanitized(simt):
-    simt(HERE, "check_cases", "check_samples", seed=3)
+    simt(HERE, "check_cases", seed=3)
+
+
+def test_executor_finds_no_race(simt):
+    simt(HERE, "check_cases", seed=7, race=True)
 
 
 @pytest.mark.slow
-def test_executor_finds_no_race(simt):
-    simt(HERE, "check_cases", "check_samples", seed=7, race=True)
+def test_executor_samples_sanitized(simt):
+    simt(HERE, "check_samples", seed=3)
+
+
+@pytest.mark.slow
+def test_executor_finds_no_race_in_samples(simt):
+    simt(HERE, "check_samples", seed=7, race=True)
 
 
 @pytest.mark.slow
@@ -300,74 +223,31 @@ def test_executor_more_samples(simt):
 # ---- what the assembler made ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def machine_code() -> dict[str, str]:
-    """The kernels of sm_90a, by name."""
-    archs = _library.cuda_archs()
-    if "90a" not in archs:
-        pytest.skip("there is no code of sm_90a")
-    triton = importlib.util.find_spec("triton")
-    program = triton and Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not program or not program.exists():
-        pytest.skip("no cuobjdump")
-    path = HERE.parent.parent / "build" / "ninja" / "attention" / "attention_backward_hopper_cuda.cu.o"
-    text = subprocess.run([program, "-sass", path], capture_output=True, text=True, check=True).stdout
-    parts = re.split(r"Function : (\S+)", text)
-    names = subprocess.run(["c++filt", *parts[1::2]], capture_output=True, text=True, check=True).stdout.split("\n")
-    code = [re.sub(r"/\*.*?\*/", "", part) for part in parts[2::2]]
-    return {name: text for name, text in zip(names, code, strict=False) if "HGMMA" in text}
-
-
 # In how many places at least.
 OVERLAPS = {"64>": 2, "128>": 3, "wide_keys": 2, "wide_queries": 1}
 
 
-def test_products_overlap(machine_code):
-    assert len(machine_code) == 2 * (2 + 2)  # dtypes; head dimensions 64 and 128, and 256 in two kernels
-    for name, code in machine_code.items():
+def test_products_overlap():
+    kernels = machine_code("attention/attention_backward_hopper_cuda.cu")
+    found = {name: "\n".join(lines) for name, lines in kernels.items() if any("HGMMA" in line for line in lines)}
+    assert len(found) == 2 * (2 + 2)  # dtypes; head dimensions 64 and 128, and 256 in two kernels
+    for name, code in found.items():
         assert "UTMALDG.4D" in code, name
         assert "USETMAXREG" in code, name
         assert not re.search(r"\b(LDL|STL)\b", code), name  # no register in memory
         assert re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", code), name  # an operand in registers
         # Newer sums are under way where older ones are waited for.
         (waits,) = (n for kernel, n in OVERLAPS.items() if kernel in name)
-        assert len(re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x1 ", code)) >= waits, name
+        assert len(re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x1\b", code)) >= waits, name
         # dQ of head dimensions up to 128 is added by copies in bulk.
         assert ("UBLKRED" in code) == ("wide" not in name), name
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
-
-def hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", CHECKS)
-def test_gpu(check):
-    if not hopper():
-        pytest.skip("for GPUs of compute capability 9.0")
-    CHECKS[check]("cuda")
-
-
-@pytest.mark.gpu
-def test_gpu_same_bits_every_run(capsys):
-    if not hopper():
-        pytest.skip("for GPUs of compute capability 9.0")
-    for _ in range(50):
-        check_digest("cuda")
-    assert len(set(capsys.readouterr().out.split())) == 1
+test_gpu = gpu_test(CHECKS, hopper=True)
+test_gpu_same_bits_every_run = gpu_bits_test(check_digest, hopper=True)
 
 
 if __name__ == "__main__":
-    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
-    torch.set_num_threads(1)
-    with poison():
-        for word in sys.argv[1:]:
-            if "=" in word:
-                setting, value = word.split("=")
-                os.environ[f"SEQKERN_SIMT_{setting.upper()}"] = value
-            else:
-                torch.manual_seed(0)
-                CHECKS[word]("cpu")
+    run_words(CHECKS, "cpu")

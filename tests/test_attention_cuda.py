@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,10 +18,12 @@ from typing import Any
 import pytest
 import test_attention_triton as its
 import torch
+from attention_cases import CASES, sample
+from cuda_checks import assert_passed, checks_of, run_words
 from torch import Tensor
 
 import seqkern
-from seqkern.testing import ErrorReport, attention_case, check_case, poison
+from seqkern.testing import attention_case, check_case
 
 HERE = Path(__file__)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,12 +33,6 @@ LENGTHS = [
     (108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (4096, 4096),
     (4224, 4224),
 ]  # fmt: skip
-
-
-def assert_passed(reports: list[ErrorReport], *about: object) -> None:
-    failed = [str(report) for report in reports if not report.passed]
-    assert reports, about
-    assert not failed, f"{about}\n" + "\n".join(failed)
 
 
 def qkv(queries: int, keys: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **sizes: int) -> list[Tensor]:
@@ -106,8 +100,8 @@ def check_error_rule_everywhere(device: str) -> None:
 
 def launchers(device: str, names: list[str], seeds: range) -> None:
     """The cases of the Triton kernels; what is float64 there is float32 here."""
-    found = [(name, its.CASES[name], 0) for name in names]
-    found += [(f"sample {seed}", its.sample(seed), seed) for seed in seeds]
+    found = [(name, CASES[name], 0) for name in names]
+    found += [(f"sample {seed}", sample(seed), seed) for seed in seeds]
     for name, case, seed in found:
         case = replace(case, device=device, kernels="seqkern._attention_cuda")
         if case.dtype in (torch.float32, torch.float64):
@@ -125,7 +119,7 @@ def check_launchers(device: str) -> None:
 
 
 def check_launchers_everywhere(device: str) -> None:
-    launchers(device, list(its.CASES), range(2000, 2040))
+    launchers(device, list(CASES), range(2000, 2040))
     its.sequences_apart(device, "seqkern._attention_cuda")
     its.most_negative_numbers(device, "seqkern._attention_cuda")
 
@@ -374,7 +368,7 @@ def check_decoding(device: str) -> None:
             seqkern.explain("attention", torch.ones((), device=device))
 
 
-CHECKS = {name: function for name, function in globals().items() if name.startswith("check_") and name != "check_case"}
+CHECKS = checks_of(globals())
 QUICK = [name for name in CHECKS if not name.endswith("_everywhere")]
 
 
@@ -402,7 +396,7 @@ def test_executor_finds_no_race(simt: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 def test_executor_all_lengths(simt: Callable[..., str]) -> None:
-    simt(HERE, "lengths", seed=4, sanitize=False, timeout=7200)
+    simt(HERE, "all_lengths", seed=4, sanitize=False, timeout=7200)
 
 
 def test_needs_the_executor() -> None:
@@ -411,17 +405,9 @@ def test_needs_the_executor() -> None:
         seqkern.attention(*qkv(4, 4))
 
 
-def main(words: list[str]) -> None:
-    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
-    for word in words:
-        torch.manual_seed(0)
-        random.seed(0)
-        if word == "lengths":
-            lengths_list("cpu", [pair for pair in LENGTHS if max(pair) <= 1024], 16)
-        else:
-            CHECKS[word]("cpu")
+def all_lengths(device: str) -> None:
+    lengths_list(device, [pair for pair in LENGTHS if max(pair) <= 1024], 16)
 
 
 if __name__ == "__main__":
-    with poison():
-        main(sys.argv[1:])
+    run_words(CHECKS | {"all_lengths": all_lengths}, "cpu")

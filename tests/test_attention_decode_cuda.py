@@ -5,11 +5,8 @@ Every `check_*` runs cases on a device: "cpu" in a process whose CPU tensors sta
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+from cuda_checks import assert_same_digest, checks_of, gpu_bits_test, gpu_test, moved, print_digest, run_words
 from torch import Tensor
 
 import seqkern
 from seqkern import reference
-from seqkern.testing import compare, poison
+from seqkern.testing import compare
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,7 +127,7 @@ class Problem:
     def run(self, device: str, splits: int = 0, new: int | None = None, **changes: Any) -> tuple[Tensor, Tensor]:
         """out and lse on the CPU; what the caches must hold afterwards is looked at."""
         arguments = self.arguments(new) | {"splits": splits} | changes
-        there = {n: self.moved(t, device) for n, t in arguments.items()}
+        there = {n: moved(t, device) for n, t in arguments.items()}
         expected = {n: t.clone() for n, t in arguments.items() if isinstance(t, Tensor)}
         self.append(expected)
         out, lse = torch.ops.seqkern_cuda.attention_decode(**there)
@@ -147,13 +145,6 @@ class Problem:
                 if "page_table" in arguments:
                     where, row = arguments["page_table"][b, row // self.page], row % self.page
                 cache[where, :, row] = tokens[b, :, n]
-
-    @staticmethod
-    def moved(t: Any, device: str) -> Any:  # with its strides and its place in memory
-        if not isinstance(t, Tensor):
-            return t
-        memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
-        return memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """The reference in float64."""
@@ -265,7 +256,7 @@ def check_new_rows(device: str) -> None:
     # What has no room is not written, and not seen either; lengths beyond the cache are cut.
     full = only.arguments()
     full["cache_lengths"] = torch.tensor([78, 200])
-    there = {n: Problem.moved(t, device) for n, t in full.items()}
+    there = {n: moved(t, device) for n, t in full.items()}
     torch.ops.seqkern_cuda.attention_decode(**there)
     written = there["key_cache"].cpu()
     assert same(written[0, :, 78:], full["key"][0, :, :2])
@@ -295,7 +286,7 @@ def check_idle_places(device: str) -> None:
                 for cache, tokens in zip(expected, (key, value), strict=True):
                     cache[where, :, at] = tokens[b, :, row - lengths[b]]
         arguments = [query, *caches, torch.tensor(lengths, dtype=integer), key, value, table if page else None]
-        there = [Problem.moved(t, device) for t in arguments]
+        there = [moved(t, device) for t in arguments]
         rest = (None, None, -1, 0, 40**-0.5, 0.0, False, splits)
         out, lse = torch.ops.seqkern_cuda.attention_decode(*there, *rest)
         assert equal([t.cpu() for t in there[1:3]], expected), (dtype, page, splits)
@@ -402,7 +393,7 @@ def check_api(device: str) -> None:
         problem = Problem((9, 100, 65), dtype=dtype, new=2, queries=2, page=page, softcap=4.0, slopes=True, sinks=True)
         results = []
         for backend in ("cuda", "reference", "triton")[: 3 if dtype == torch.float32 else 2]:
-            arguments = {n: Problem.moved(t, device) for n, t in problem.arguments().items()}
+            arguments = {n: moved(t, device) for n, t in problem.arguments().items()}
             for name in ("left", "right", "tf32", "splits"):
                 del arguments[name]
             with seqkern.use_backend(backend):
@@ -444,7 +435,7 @@ def check_refusals(device: str) -> None:
         ("sinks must have size 4", {"sinks": tensor(5, dtype=torch.float32)}),
         ("splits must be", {"splits": -1}),
     ):  # fmt: skip
-        arguments = {n: Problem.moved(t, device) for n, t in problem.arguments().items()} | changes
+        arguments = {n: moved(t, device) for n, t in problem.arguments().items()} | changes
         with pytest.raises(RuntimeError, match=words):
             torch.ops.seqkern_cuda.attention_decode(**arguments)
 
@@ -460,22 +451,16 @@ def digests() -> list[Problem]:
 
 def check_digest(device: str) -> None:
     """Prints a digest of the bits of all results: the same for every schedule and run."""
-    digest = hashlib.sha256()
-    for problem, splits in itertools.product(digests(), (1, 0)):
-        for result in problem.run(device, splits):
-            digest.update(result.view(torch.uint8).numpy().tobytes())
     more = Problem([n + 3 for n in LENGTHS], new=3, page=7, heads=8, kv_heads=1, queries=10)
-    for result in more.run(device, 2):
-        digest.update(result.view(torch.uint8).numpy().tobytes())
-    print(digest.hexdigest())
+    calls = [*itertools.product(digests(), (1, 0)), (more, 2)]
+    print_digest(t for problem, splits in calls for t in problem.run(device, splits))
 
 
-CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+CHECKS = checks_of(globals())
 HERE = Path(__file__)
 
 
 # ---- in the host executor ------------------------------------------------------------------------------------------
-# A process runs the checks that it is told, and changes the executor's limits where it is told `limit=value`.
 
 
 def test_executor_error_rule(simt):
@@ -503,9 +488,7 @@ def test_executor_memory(simt):
 def test_executor_splits_and_bits(simt):
     """The same bits for every schedule, and on every device."""
     runs = ["seed=1", "check_digest", "seed=2", "multiprocessors=7", "check_digest", "seed=3", "check_digest"]
-    lines = simt(HERE, "check_splits", "check_bits", *runs, sanitize=False).split()
-    assert len(lines) == 3
-    assert len(set(lines)) == 1
+    assert_same_digest(simt(HERE, "check_splits", "check_bits", *runs, sanitize=False), 3)
 
 
 def test_executor_finds_no_race(simt):
@@ -525,25 +508,15 @@ def test_executor_everything(seed, simt):
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", CHECKS)
-def test_gpu(check):
-    CHECKS[check]("cuda")
-
-
-@pytest.mark.gpu
-def test_gpu_same_bits_every_run(capsys):
-    for _ in range(50):
-        check_digest("cuda")
-    assert len(set(capsys.readouterr().out.split())) == 1
+test_gpu = gpu_test(CHECKS)
+test_gpu_same_bits_every_run = gpu_bits_test(check_digest)
 
 
 @pytest.mark.gpu
 def test_gpu_graph_serves_every_length():
     """One recording; lengths and tokens change under it."""
     problem = Problem((300, 40, 1000), new=1, queries=1, heads=8, kv_heads=2, head_dim=128, page=16)
-    arguments = {n: Problem.moved(t, "cuda") for n, t in problem.arguments().items()}
+    arguments = {n: moved(t, "cuda") for n, t in problem.arguments().items()}
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.ops.seqkern_cuda.attention_decode(**arguments)
@@ -561,12 +534,4 @@ def test_gpu_graph_serves_every_length():
 
 
 if __name__ == "__main__":
-    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
-    with poison():
-        for word in sys.argv[1:]:
-            if "=" in word:
-                limit, value = word.split("=")
-                os.environ[f"SEQKERN_SIMT_{limit.upper()}"] = value
-            else:
-                torch.manual_seed(0)
-                CHECKS[word]("cpu")
+    run_words(CHECKS, "cpu")

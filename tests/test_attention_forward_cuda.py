@@ -6,11 +6,8 @@ called as the dispatcher calls it, and held against the formula in float64, the 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import os
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_triton import CASES, Case, build, formula, sample
+from attention_cases import CASES, Case, as_type, build, formula, sample, spoil
+from cuda_checks import assert_passed, assert_same_digest, checks_of, gpu_bits_test, gpu_test, print_digest, run_words
 from torch import Tensor
 
-from seqkern.testing import compare, poison
+from seqkern.testing import compare
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FLOATS = (BF16, F16, F32)
@@ -38,31 +36,6 @@ def run(arguments: dict[str, Any], tf32: bool = False) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def spoil(arguments: dict[str, Any]) -> None:
-    """NaN into all rows that no sequence has, and into keys behind a sequence's length."""
-    starts = [arguments["query_starts"], arguments["key_starts"]]
-    for names, cut in zip((("query",), ("key", "value")), starts, strict=True):
-        if cut is not None:
-            for name in names:
-                arguments[name][:, :, : int(cut[0])] = math.nan
-                arguments[name][:, :, int(cut[-1]) :] = math.nan
-    if arguments["key_lengths"] is not None:
-        for s, length in enumerate(arguments["key_lengths"].tolist()):
-            for name in ("key", "value"):
-                t = arguments[name]
-                first, last = (0, t.shape[2]) if starts[1] is None else starts[1][s : s + 2].tolist()
-                t[s if starts[1] is None else 0, :, min(last, first + max(0, length)) : last] = math.nan
-
-
-def as_type(arguments: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """The arguments on the CPU, floating point ones in `dtype`."""
-    return {
-        name: (value.cpu().to(dtype) if value.is_floating_point() else value.cpu()) if isinstance(value, Tensor)
-        else value
-        for name, value in arguments.items()
-    }  # fmt: skip
-
-
 def check(case: Case, device: str, seed: int = 0, spoiled: bool = False) -> tuple[Tensor, Tensor]:
     arguments = build(replace(case, device=device), seed)
     if spoiled:
@@ -77,7 +50,7 @@ def check(case: Case, device: str, seed: int = 0, spoiled: bool = False) -> tupl
     peer_out = formula(**as_type(arguments, case.dtype))[0]
     peer_lse = formula(**as_type(arguments, F32))[1]
     reports = [compare(out, peer_out, exact_out, name="out"), compare(lse, peer_lse, exact_lse, name="lse")]
-    assert all(report.passed for report in reports), "\n".join([str(case), *map(str, reports)])
+    assert_passed(reports, case)
     return out, lse
 
 
@@ -273,25 +246,20 @@ def check_tf32(device: str) -> None:
 
 def check_digest(device: str) -> None:
     """Prints a digest of the bits of all results: the same for every schedule, grid and number of stages."""
-    digest = hashlib.sha256()
     cases = [
         Case(lengths=((150, 300),), heads=2, kv_heads=1, head_dim=64, value_dim=64, dtype=BF16, right=0, scale=0.2),
         Case(lengths=((70, 130),), heads=2, kv_heads=1, head_dim=128, value_dim=128, dtype=F16, dropout_p=0.2),
         Case(lengths=((40, 100),), heads=1, kv_heads=1, head_dim=256, value_dim=256, dtype=BF16, scale=0.1),
         replace(CASES["everything"], dtype=F32, head_dim=64, value_dim=64),
     ]
-    for case in cases:
-        for result in run(build(replace(case, device=device), 5)):
-            digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    print(digest.hexdigest())
+    print_digest(t for case in cases for t in run(build(replace(case, device=device), 5)))
 
 
-CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+CHECKS = checks_of(globals())
 HERE = Path(__file__)
 
 
 # ---- in the host executor ------------------------------------------------------------------------------------------
-# A process runs the checks that it is told, and changes the executor's limits where it is told `limit=value`.
 
 QUICKLY = ("check_lengths", "check_dims", "check_edges", "check_rows_alone", "check_numbers", "check_tf32")
 SMALL = [f"shared={99 << 10}", "multiprocessors=1"]  # one stage where there were two, and blocks with many tiles
@@ -307,9 +275,7 @@ def test_executor_numbers(simt):
 
 def test_executor_same_bits(simt):
     digests = ["seed=1", "check_digest", "seed=2", "check_digest", *SMALL, "seed=3", "check_digest"]
-    lines = simt(HERE, *digests, sanitize=False).split()
-    assert len(lines) == 3
-    assert len(set(lines)) == 1
+    assert_same_digest(simt(HERE, *digests, sanitize=False), 3)
 
 
 def test_executor_finds_no_race(simt):
@@ -330,27 +296,9 @@ def test_executor_everything(limits, seed, simt):
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", CHECKS)
-def test_gpu(check):
-    CHECKS[check]("cuda")
-
-
-@pytest.mark.gpu
-def test_gpu_same_bits_every_run(capsys):
-    for _ in range(50):
-        check_digest("cuda")
-    assert len(set(capsys.readouterr().out.split())) == 1
+test_gpu = gpu_test(CHECKS)
+test_gpu_same_bits_every_run = gpu_bits_test(check_digest)
 
 
 if __name__ == "__main__":
-    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
-    with poison():
-        for word in sys.argv[1:]:
-            if "=" in word:
-                limit, value = word.split("=")
-                os.environ[f"SEQKERN_SIMT_{limit.upper()}"] = value
-            else:
-                torch.manual_seed(0)
-                CHECKS[word]("cpu")
+    run_words(CHECKS, "cpu")

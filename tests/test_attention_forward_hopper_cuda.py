@@ -8,29 +8,22 @@ looked at too: the instructions, and how they are ordered.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
+from cuda_checks import assert_passed, gpu_test, machine_code, run_words
 from torch import Tensor
 
-from seqkern import _library
 from seqkern.reference.attention_scores import attention_scores, for_query_heads
 from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.dropout import keep_mask
 from seqkern.testing import compare, poison
 
-ROOT = Path(__file__).parent.parent
 BF16, F16 = torch.bfloat16, torch.float16
 NAN = float("nan")
 
@@ -179,8 +172,7 @@ def check_tensors(case: Case, tensors: Tensors, device: str) -> None:
         compare(result[0], rounded[0].to(case.dtype), exact[0], name="out"),
         compare(result[1], rounded[1], exact[1], name="lse"),
     ]
-    failed = [str(report) for report in reports if not report.passed]
-    assert not failed, f"{case}\n" + "\n".join(failed)
+    assert_passed(reports, case)
 
 
 # ---- cases ---------------------------------------------------------------------------------------------------------
@@ -305,17 +297,18 @@ PARTS: dict[str, Callable[[str], None]] = {
 }
 
 
-def main(parts: list[str]) -> None:
-    torch.ops.load_library(os.environ["SEQKERN_SIMT"])
-    torch.set_num_threads(1)
-    for part in parts:
-        PARTS[part]("cpu")
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_forward(simt: Callable[..., str], seed: int) -> None:
     parts = ("quick", "scored", "many_tiles", "same_bits", "not_served", "repeated")
     simt(__file__, *parts, sanitize=False, seed=seed, arch=90, multiprocessors=2)
+
+
+def test_memory(simt: Callable[..., str]) -> None:
+    simt(__file__, "quick", "scored", "many_tiles", arch=90, multiprocessors=3)
+
+
+def test_races(simt: Callable[..., str]) -> None:
+    simt(__file__, "quick", "scored", "many_tiles", race=True, arch=90, multiprocessors=2)
 
 
 @pytest.mark.slow
@@ -325,52 +318,24 @@ def test_options_and_sizes(simt: Callable[..., str], seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_memory(simt: Callable[..., str]) -> None:
-    simt(__file__, "quick", "scored", "many_tiles", "options", arch=90, multiprocessors=3)
+def test_options_in_memory(simt: Callable[..., str]) -> None:
+    simt(__file__, "options", arch=90, multiprocessors=3)
 
 
 @pytest.mark.slow
-def test_races(simt: Callable[..., str]) -> None:
-    simt(__file__, "quick", "scored", "many_tiles", "options", race=True, arch=90, multiprocessors=2)
+def test_races_of_options(simt: Callable[..., str]) -> None:
+    simt(__file__, "options", race=True, arch=90, multiprocessors=2)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", PARTS)
-def test_gpu(part: str) -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for GPUs of compute capability 9.0")
-    PARTS[part]("cuda")
+test_gpu = gpu_test(PARTS, hopper=True)
 
 
 # ---- what nvcc made of it ------------------------------------------------------------------------------------------
 
 
-def disassembler() -> str | None:
-    """cuobjdump, of CUDA or of Triton."""
-    spec = importlib.util.find_spec("triton")
-    places = [Path(spec.origin).parent / "backends" / "nvidia" / "bin"] if spec and spec.origin else []
-    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)]))
-
-
-def kernels() -> dict[str, list[str]]:
-    """The instructions of every kernel of the object that the build left, without addresses."""
-    if "90a" not in _library.cuda_archs():
-        pytest.skip("built without nvcc, or not for sm_90a")
-    program = disassembler()
-    if program is None:
-        pytest.skip("no cuobjdump")
-    path = ROOT / "build" / "ninja" / "attention" / "attention_forward_hopper_cuda.cu.o"
-    assert path.exists(), "build with `make build` first"
-    command = [program, "-sass", "-arch", "sm_90a", str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    _, *parts = re.split(r"Function : (\S+)", text)
-    named = zip(parts[::2], parts[1::2], strict=True)
-    found = {name: re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]+);", body) for name, body in named}
-    return {name: lines for name, lines in found.items() if "attention_forward_hopper" in name}
-
-
 def test_instructions_overlap() -> None:
-    found = kernels()
+    kernels = machine_code("attention/attention_forward_hopper_cuda.cu")
+    found = {name: lines for name, lines in kernels.items() if "attention_forward_hopper" in name}
     assert found
     for name, lines in found.items():
         text = "\n".join(lines)
@@ -397,4 +362,4 @@ def test_instructions_overlap() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_words(PARTS, "cpu")

@@ -5,31 +5,32 @@ Every `check_*` runs cases on a device: "cpu" in a process whose CPU tensors sta
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_checks import (
+    assert_passed,
+    assert_same_digest,
+    checks_of,
+    gpu_bits_test,
+    gpu_test,
+    moved,
+    print_digest,
+    run_words,
+)
 from torch import Tensor
 
 import seqkern
 from seqkern import reference
-from seqkern.testing import ErrorReport, add_layer_norm_case, check_case, compare, layer_norm_case, poison
+from seqkern.testing import add_layer_norm_case, check_case, compare, layer_norm_case
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RESULTS = ("output", "sum", "mean", "rstd", "grad_residual", "grad_input", "grad_weight", "grad_bias")
 # Most columns that a block holds in registers: beyond are clusters, and rows that are read twice.
 BLOCK = {torch.float64: 4096, torch.float32: 8192, torch.bfloat16: 8192, torch.float16: 8192}
-
-
-def assert_passed(reports: list[ErrorReport], *about: object) -> None:
-    failed = [str(report) for report in reports if not report.passed]
-    assert reports, about
-    assert not failed, f"{about}\n" + "\n".join(failed)
 
 
 # ---- one call of both ops ------------------------------------------------------------------------------------------
@@ -74,21 +75,14 @@ class Problem:
 
     def run(self, ops: object, device: str = "cpu", eps: float = 1e-5) -> dict[str, Tensor]:
         """Forward, then backward with what forward gave."""
-
-        def there(t: Tensor | None) -> Tensor | None:  # with its strides and its place in memory
-            if t is None:
-                return None
-            memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
-            return memory.as_strided(t.shape, t.stride(), t.storage_offset())
-
-        tensors = [there(t) for t in (self.input, self.residual, self.weight, self.bias, self.seed)]
+        tensors = [moved(t, device) for t in (self.input, self.residual, self.weight, self.bias, self.seed)]
         input, residual, weight, bias, seed = tensors
         before = [None if t is None else t.clone() for t in tensors]
         forward = ops.layer_norm_fwd(input, residual, weight, bias, seed, eps, self.dropout_p, self.centred)
         _, total, mean, rstd = forward
         backward = ops.layer_norm_bwd(
-            there(self.grad_output), there(self.grad_sum), input if residual is None else total, mean, rstd, weight,
-            seed, self.dropout_p, self.centred, *self.needs,
+            moved(self.grad_output, device), moved(self.grad_sum, device), input if residual is None else total, mean,
+            rstd, weight, seed, self.dropout_p, self.centred, *self.needs,
         )  # fmt: skip
         assert all(
             a is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, tensors, strict=True)
@@ -336,20 +330,15 @@ def problems() -> Iterator[Problem]:
 
 def check_digest(device: str) -> None:
     """Prints a digest of the bits of all results: the same for every schedule and run."""
-    digest = hashlib.sha256()
-    for problem in problems():
-        for name, result in problem.run(torch.ops.seqkern_cuda, device).items():
-            assert result.isfinite().all(), name
-            digest.update(result.view(torch.uint8).numpy().tobytes())
-    print(digest.hexdigest())
+    results = (problem.run(torch.ops.seqkern_cuda, device) for problem in problems())
+    print_digest((t for each in results for t in each.values()), finite=True)
 
 
-CHECKS = {name: function for name, function in globals().items() if name.startswith("check_")}
+CHECKS = checks_of(globals())
 HERE = Path(__file__)
 
 
 # ---- in the host executor ------------------------------------------------------------------------------------------
-# A process runs the checks that it is told, and changes the executor's limits where it is told `limit=value`.
 
 WIDE = ["check_wide", "check_widest", "arch=80", "check_widest", "arch=90", "cluster=2", "check_widest"]
 
@@ -367,9 +356,7 @@ def test_executor_numbers_and_bits(simt):
     """The same bits for every schedule."""
     digests = ["seed=1", "check_digest", "seed=2", "check_digest", "seed=3", "check_digest"]
     rows = ["check_many_rows", "multiprocessors=1", "check_many_rows"]
-    lines = simt(HERE, "check_numbers", *rows, *digests).split()
-    assert len(lines) == 3
-    assert len(set(lines)) == 1
+    assert_same_digest(simt(HERE, "check_numbers", *rows, *digests), 3)
 
 
 def test_executor_finds_no_race(simt):
@@ -390,27 +377,9 @@ def test_executor_everything(limits, seed, simt):
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", CHECKS)
-def test_gpu(check):
-    CHECKS[check]("cuda")
-
-
-@pytest.mark.gpu
-def test_gpu_same_bits_every_run(capsys):
-    for _ in range(3):
-        check_digest("cuda")
-    assert len(set(capsys.readouterr().out.split())) == 1
+test_gpu = gpu_test(CHECKS)
+test_gpu_same_bits_every_run = gpu_bits_test(check_digest, times=3)
 
 
 if __name__ == "__main__":
-    assert os.environ.get("SEQKERN_SIMT"), "started by the tests"
-    with poison():
-        for word in sys.argv[1:]:
-            if "=" in word:
-                limit, value = word.split("=")
-                os.environ[f"SEQKERN_SIMT_{limit.upper()}"] = value
-            else:
-                torch.manual_seed(0)
-                CHECKS[word]("cpu")
+    run_words(CHECKS, "cpu")

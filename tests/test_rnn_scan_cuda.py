@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cuda_checks import run_words
 
 from seqkern import reference
 from seqkern.testing import compare, poison
@@ -363,13 +363,6 @@ def infinite() -> None:
         assert finite[..., [u for u in range(33) if u != 4]].all(), case
 
 
-def main(parts: list[str]) -> None:
-    torch.ops.load_library(os.environ["SEQKERN_SIMT"])
-    torch.set_num_threads(1)
-    for part in parts:
-        PARTS[part]()
-
-
 def check_all(cases: Callable[[], Iterator[Case]], **device: int) -> Callable[[], None]:
     def run() -> None:
         set_device(**device)
@@ -411,4 +404,4 @@ def test_scan(simt: Callable[..., str], what: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_words(PARTS)

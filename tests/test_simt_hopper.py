@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_checks import cuda_program
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -150,18 +150,11 @@ INSTRUCTIONS = {
 }
 
 
-def disassembler() -> Path | None:
-    spec = importlib.util.find_spec("triton")
-    places = [Path(shutil.which("nvdisasm") or "nvdisasm")]
-    if spec is not None and spec.submodule_search_locations:
-        places.append(Path(spec.submodule_search_locations[0]) / "backends" / "nvidia" / "bin" / "nvdisasm")
-    return next((place for place in places if place.exists()), None)
-
-
+DISASSEMBLER = cuda_program("nvdisasm")
 NVCC = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ.get('PATH', '')}")
 
 
-@pytest.mark.skipif(NVCC is None or disassembler() is None, reason="nvcc and nvdisasm are not here")
+@pytest.mark.skipif(NVCC is None or DISASSEMBLER is None, reason="nvcc and nvdisasm are not here")
 @pytest.mark.parametrize("registers", ["false", "true"])
 def test_instructions(tmp_path: Path, registers: str) -> None:
     """The planted kernel becomes the instructions that it is written for, and products are not made to wait."""
@@ -172,7 +165,7 @@ def test_instructions(tmp_path: Path, registers: str) -> None:
     result = subprocess.run([*command, "-o", cubin, source], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "C75" not in result.stderr, result.stderr
-    shown = subprocess.run([disassembler(), cubin], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([DISASSEMBLER, cubin], capture_output=True, text=True, check=True).stdout
     assert [name for name in INSTRUCTIONS if name not in shown] == []
 
 

@@ -27,6 +27,7 @@ namespace attention_grad {
 
 using attention_mma::A;
 using attention_mma::a_of_sums;
+using attention_mma::clear;
 using attention_mma::multiply;
 using attention_mma::Operand;
 using attention_mma::Tile;
@@ -55,20 +56,11 @@ SK_DEVICE void load_rows(unsigned char* tile, int tile_rows, const T* from, int6
     for (int n = thread; n < tile_rows * Rows::kChunks; n += threads) {
       const int row = n / Rows::kChunks, chunk = n % Rows::kChunks;
       if (chunk * Rows::kChunk >= live) continue;
-      const int left = row < rows ? (columns - chunk * Rows::kChunk) * static_cast<int>(sizeof(T)) : 0;
-      const int bytes = max(0, min(16, left));
-      cp_async_16(tile + Rows::offset(row, chunk), bytes > 0 ? from + row * stride + chunk * Rows::kChunk : from,
-                  bytes);
+      cp_async_16_if(tile + Rows::offset(row, chunk), from + row * stride + chunk * Rows::kChunk,
+                     row < rows && chunk * Rows::kChunk < columns);
     }
   } else {
-#pragma unroll 1
-    for (int n = thread; n < tile_rows * kDim; n += threads) {
-      const int row = n / kDim, column = n % kDim;
-      if (column >= live) continue;
-      T x{};
-      if (row < rows && column < columns) x = from[row * stride + column];
-      *Rows::element(tile, row, column) = x;
-    }
+    attention_mma::load_elements<T, kDim>(tile, tile_rows, from, stride, rows, columns, live, thread, threads);
   }
 }
 
@@ -79,18 +71,6 @@ SK_DEVICE void load_rows(unsigned char* tile, int tile_rows, const T* from, int6
 // have the forward's runs, and with them its bits: where a key takes all of a row, the errors of z and lse cancel.
 constexpr int score_run(int dim) { return dim > 128 ? 64 : 32; }
 constexpr int kGradRun = 16;
-
-template <int M, int N>
-SK_DEVICE void clear(float (&sums)[M][N][4]) {
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[m][n][e] = 0;
-    }
-  }
-}
 
 // sums += large + small
 template <int N>
@@ -269,7 +249,7 @@ SK_DEVICE void words_of_keys(uint32_t (&words)[4], uint64_t seed, int64_t row, i
 
 template <class T>
 SK_DEVICE void store_pair(T* to, float first, float second) {
-  if constexpr (sizeof(T) == 2) *reinterpret_cast<uint32_t*>(to) = attention_mma::pack<T>(first, second);
+  if constexpr (sizeof(T) == 2) *reinterpret_cast<uint32_t*>(to) = narrow_pair<T>(first, second);
   else *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
 

@@ -35,6 +35,14 @@ TensorMap map_of(const AttentionCall& call, const AttentionTensor& t, const Size
   return tensor_map(call.op, call.dtype, t.data, sizes.dims, sizes.strides, {64, rows, 1, 1});
 }
 
+Maps maps_of(const AttentionCall& call, const AttentionBackwardCuda& b, int query_rows, int key_rows) {
+  const AttentionCuda& c = b.call;
+  return {map_of(call, c.query, queries(c.query, c.head_dim, c), query_rows),
+          map_of(call, c.key, keys(c.key, c.head_dim, c), key_rows),
+          map_of(call, c.value, keys(c.value, c.value_dim, c), key_rows),
+          map_of(call, b.grad_out, queries(b.grad_out, c.value_dim, c), query_rows)};
+}
+
 Backward arguments(const AttentionBackwardCuda& b, int rows) {
   Backward p{};
   p.call = b.call;
@@ -82,11 +90,7 @@ struct Launcher {
     launch(call.op, statistics_kernel<T, kDim, L::kQueries>, plain_shape(c, L::kQueries), call.stream, p);
     const LaunchShape shape{dim3(static_cast<unsigned>(p.order.pairs * p.order.blocks)), dim3(L::kThreads),
                             static_cast<size_t>(L::kBytes)};
-    launch(call.op, backward_kernel<T, kDim>, shape, call.stream,
-           map_of(call, c.query, queries(c.query, c.head_dim, c), L::kQueries),
-           map_of(call, c.key, keys(c.key, c.head_dim, c), L::kKeys),
-           map_of(call, c.value, keys(c.value, c.value_dim, c), L::kKeys),
-           map_of(call, b.grad_out, queries(b.grad_out, c.value_dim, c), L::kQueries), p);
+    launch(call.op, backward_kernel<T, kDim>, shape, call.stream, maps_of(call, b, L::kQueries, L::kKeys), p);
     launch(call.op, convert_kernel<T, kDim>, plain_shape(c, L::kQueries), call.stream, p);
     fill_gaps<T>(call, p);
   }
@@ -102,10 +106,7 @@ struct Launcher<T, 256> {
     Tensor statistics = workspace(call.like, p.slots * c.heads * 2 * kRows);
     p.statistics = static_cast<float*>(statistics.mutable_data_ptr());
     const int group = c.heads / c.kv_heads, columns = c.head_dim + c.value_dim;
-    const TensorMap query = map_of(call, c.query, queries(c.query, c.head_dim, c), 64);
-    const TensorMap key = map_of(call, c.key, keys(c.key, c.head_dim, c), 64);
-    const TensorMap value = map_of(call, c.value, keys(c.value, c.value_dim, c), 64);
-    const TensorMap grad_out = map_of(call, b.grad_out, queries(b.grad_out, c.value_dim, c), 64);
+    const Maps maps = maps_of(call, b, 64, 64);
 
     launch(call.op, statistics_kernel<T, 256, kRows>, plain_shape(c, kRows), call.stream, p);
     const auto shape = [&](int bytes) {
@@ -115,10 +116,10 @@ struct Launcher<T, 256> {
     // Under a causal mask the first keys and the last queries have most to do.
     p.order = attention_order(c.sequences, c.kv_heads, 1, c.max_keys, WideKeys::kKeys,
                               int64_t{2} * c.max_queries * group * columns, false, 90);
-    launch(call.op, wide_keys_kernel<T>, shape(WideKeys::kBytes), call.stream, query, key, value, grad_out, p);
+    launch(call.op, wide_keys_kernel<T>, shape(WideKeys::kBytes), call.stream, maps, p);
     p.order = attention_order(c.sequences, c.heads, group, c.max_queries, WideQueries::kQueries,
                               int64_t{2} * c.max_keys * columns, true, 90);
-    launch(call.op, wide_queries_kernel<T>, shape(WideQueries::kBytes), call.stream, query, key, value, grad_out, p);
+    launch(call.op, wide_queries_kernel<T>, shape(WideQueries::kBytes), call.stream, maps, p);
     fill_gaps<T>(call, p);
   }
 };
@@ -148,9 +149,7 @@ constexpr int64_t kMostRows = int64_t{1} << 30, kMostBlocks = int64_t{1} << 30;
 
 bool hopper_serves_backward(const AttentionCall& call, const AttentionBackwardCuda& b) {
   const AttentionCuda& c = b.call;
-  if (c.softcap != 0 || c.slopes != nullptr || c.mask != nullptr || c.seed != nullptr || !(c.scale > 0)) return false;
-  if (b.grad_mask != nullptr || b.grad_distance != nullptr || !c.vectors) return false;
-  if (c.head_dim < 8 || c.value_dim < 8 || c.head_dim % 8 != 0 || c.value_dim % 8 != 0) return false;
+  if (!c.plain() || b.grad_mask != nullptr || b.grad_distance != nullptr || !c.vectors) return false;
   if (instance_of(call, c) == nullptr || !hopper_serves(call.like)) return false;
   if (c.query_rows > kMostRows || c.key_rows > kMostRows) return false;
   const int64_t pairs = int64_t{c.sequences} * c.heads;

@@ -235,10 +235,7 @@ SK_DEVICE void consume(const Backward& p, const Work& w, unsigned char* shared, 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
 template <class T, int kDim>
-__global__ __launch_bounds__(Layout<kDim>::kThreads, 1) void backward_kernel(const __grid_constant__ TensorMap query,
-                                                                             const __grid_constant__ TensorMap key,
-                                                                             const __grid_constant__ TensorMap value,
-                                                                             const __grid_constant__ TensorMap grad_out,
+__global__ __launch_bounds__(Layout<kDim>::kThreads, 1) void backward_kernel(const __grid_constant__ Maps maps,
                                                                              const Backward p) {
 #if SK_HOPPER
   using L = Layout<kDim>;
@@ -252,7 +249,7 @@ __global__ __launch_bounds__(Layout<kDim>::kThreads, 1) void backward_kernel(con
     set_registers_down<L::kProducerRegisters>();
     const int warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
     if (warp == 0) {
-      produce<L>(p, w, shared, query, key, value, grad_out, lane);
+      produce<L>(p, w, shared, maps, lane);
     } else if (warp == 1) {
       bring_statistics<L>(p, w, shared, lane);
     } else {
@@ -287,8 +284,8 @@ __global__ __launch_bounds__(kPlainThreads) void convert_kernel(const Backward p
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
       const float4 v = sums[(group * 8 + block) * kWarpgroup + quad * 4 + lane];
-      words[0][lane] = attention_mma::pack<T>(v.x * p.call.scale, v.y * p.call.scale);
-      words[1][lane] = attention_mma::pack<T>(v.z * p.call.scale, v.w * p.call.scale);
+      words[0][lane] = narrow_pair<T>(v.x * p.call.scale, v.y * p.call.scale);
+      words[1][lane] = narrow_pair<T>(v.z * p.call.scale, v.w * p.call.scale);
     }
     T* to = p.grad_query.at<T>(at.batch, tile.head, at.query_row + row) + column;
     *reinterpret_cast<uint4*>(to) = upper;

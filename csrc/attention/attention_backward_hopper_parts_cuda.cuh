@@ -7,7 +7,6 @@
 #pragma once
 
 #include "attention_backward_hopper_rows_cuda.cuh"
-#include "attention_mma_cuda.cuh"
 
 namespace seqkern {
 namespace attention_backward_hopper {
@@ -138,7 +137,7 @@ SK_DEVICE void score_gradients(float (&dp)[kQueries / 2], const float (&p)[kQuer
 template <class T, int N>
 SK_DEVICE void as_operand(uint32_t (&a)[N / 16][4], const float (&s)[N / 2]) {
 #pragma unroll
-  for (int n = 0; n < N / 4; ++n) a[n / 4][n % 4] = attention_mma::pack<T>(s[2 * n], s[2 * n + 1]);
+  for (int n = 0; n < N / 4; ++n) a[n / 4][n % 4] = narrow_pair<T>(s[2 * n], s[2 * n + 1]);
 }
 
 // Word n of lane q of a quad goes to lane n as its word q.
@@ -171,7 +170,7 @@ SK_DEVICE void store_sums(const float (&sums)[N / 2], const AttentionResult& res
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* two = sums + 4 * (n + i) + 2 * half;
-        word[i] = attention_mma::pack<T>(two[0] * scale, two[1] * scale);
+        word[i] = narrow_pair<T>(two[0] * scale, two[1] * scale);
       }
       transpose_quad(word, lane);
       if (row < rows && n * 8 + lane * 8 < columns) {
@@ -220,17 +219,16 @@ struct Work {
 };
 
 template <class L>
-SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, const TensorMap& query,
-                       const TensorMap& key, const TensorMap& value, const TensorMap& grad_out, int lane) {
+SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, const Maps& maps, int lane) {
   const Barriers barriers(shared + L::kBarriers);
   const AttentionPlace& at = w.at;
   Bringer bringer{barriers.own, lane};
   const int64_t row = at.key_row + w.key0;
   const int rows = at.keys - w.key0;
-  bringer.bring<L::kKeys, L::kColumns>(shared + L::kKey, key, barriers.keys, row, rows, p.call.key_rows, w.kv_head,
+  bringer.bring<L::kKeys, L::kColumns>(shared + L::kKey, maps.key, barriers.keys, row, rows, p.call.key_rows, w.kv_head,
                                        at.batch);
-  bringer.bring<L::kKeys, L::kColumns>(shared + L::kValue, value, barriers.keys, row, rows, p.call.key_rows, w.kv_head,
-                                       at.batch);
+  bringer.bring<L::kKeys, L::kColumns>(shared + L::kValue, maps.value, barriers.keys, row, rows, p.call.key_rows,
+                                       w.kv_head, at.batch);
   Ring ring;
 #pragma unroll 1
   for (int head = w.kv_head * w.group; head < (w.kv_head + 1) * w.group; ++head) {
@@ -238,10 +236,10 @@ SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, 
     for (int query0 = w.visits.first * L::kQueries, n = w.visits.count; n > 0; --n, query0 += L::kQueries) {
       mbarrier_wait(barriers.empty + ring.stage, ring.phase ^ 1);
       uint64_t* full = barriers.full + ring.stage;
-      bringer.bring<L::kQueries, L::kColumns>(shared + L::kQuery + ring.stage * L::kQueryBytes, query, full,
+      bringer.bring<L::kQueries, L::kColumns>(shared + L::kQuery + ring.stage * L::kQueryBytes, maps.query, full,
                                               at.query_row + query0, at.queries - query0, p.call.query_rows, head,
                                               at.batch);
-      bringer.bring<L::kQueries, L::kColumns>(shared + L::kGradOut + ring.stage * L::kQueryBytes, grad_out, full,
+      bringer.bring<L::kQueries, L::kColumns>(shared + L::kGradOut + ring.stage * L::kQueryBytes, maps.grad_out, full,
                                               at.query_row + query0, at.queries - query0, p.call.query_rows, head,
                                               at.batch);
       ring.next();

@@ -22,6 +22,11 @@ struct Backward {
   int64_t slots;  // tiles of queries of a head
 };
 
+// What TMA is told: boxes of 64 columns, and of a tile's rows.
+struct Maps {
+  TensorMap query, key, value, grad_out;
+};
+
 // ---- tiles of queries ----------------------------------------------------------------------------------------------
 
 SK_DEVICE int blocks_of(int rows, int block) { return (rows + block - 1) / block; }

@@ -130,10 +130,7 @@ SK_DEVICE void consume_wide(const Backward& p, const Work& w, unsigned char* sha
 }
 
 template <class T>
-__global__ __launch_bounds__(kWideThreads, 1) void wide_keys_kernel(const __grid_constant__ TensorMap query,
-                                                                    const __grid_constant__ TensorMap key,
-                                                                    const __grid_constant__ TensorMap value,
-                                                                    const __grid_constant__ TensorMap grad_out,
+__global__ __launch_bounds__(kWideThreads, 1) void wide_keys_kernel(const __grid_constant__ Maps maps,
                                                                     const Backward p) {
 #if SK_HOPPER
   using L = WideKeys;
@@ -146,7 +143,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void wide_keys_kernel(const __grid
   if (group == 0) {
     set_registers_down<kWideProducerRegisters>();
     if (thread < 32) {
-      produce<L>(p, w, shared, query, key, value, grad_out, thread);
+      produce<L>(p, w, shared, maps, thread);
     } else if (thread < 64) {
       bring_statistics<L>(p, w, shared, thread - 32);
     }
@@ -189,8 +186,8 @@ struct Slots {
   }
 };
 
-SK_DEVICE void produce_wide(const Backward& p, const WideQueryWork& w, unsigned char* shared, const TensorMap& query,
-                            const TensorMap& key, const TensorMap& value, const TensorMap& grad_out, int lane) {
+SK_DEVICE void produce_wide(const Backward& p, const WideQueryWork& w, unsigned char* shared, const Maps& maps,
+                            int lane) {
   using L = WideQueries;
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + L::kBarriers);
   uint64_t *full = barriers + 2, *empty = full + L::kSlots;
@@ -201,8 +198,8 @@ SK_DEVICE void produce_wide(const Backward& p, const WideQueryWork& w, unsigned 
       const int column = n / 2, half = n % 2;
       const int row = static_cast<int>(w.at.query_row) + w.query0 + half * 64;
       const int at = column * L::kQueryTile + half * 64 * kTileRow, batch = static_cast<int>(w.at.batch);
-      tma_load_4d(shared + L::kQuery + at, query, barriers, column * 64, row, w.head, batch);
-      tma_load_4d(shared + L::kGradOut + at, grad_out, barriers, column * 64, row, w.head, batch);
+      tma_load_4d(shared + L::kQuery + at, maps.query, barriers, column * 64, row, w.head, batch);
+      tma_load_4d(shared + L::kGradOut + at, maps.grad_out, barriers, column * 64, row, w.head, batch);
     }
   }
   __syncwarp();
@@ -213,9 +210,9 @@ SK_DEVICE void produce_wide(const Backward& p, const WideQueryWork& w, unsigned 
   for (int n = 0; n < 2 * w.blocks; ++n) {
     const int key0 = w.range.first + n / 2 * L::kKeys;
     mbarrier_wait(empty + ring.slot, ring.phase ^ 1);
-    bringer.bring<L::kKeys, L::kColumns>(shared + L::kRing + ring.slot * L::kKeyBytes, n % 2 == 0 ? value : key,
-                                         full + ring.slot, w.at.key_row + key0, w.at.keys - key0, p.call.key_rows,
-                                         kv_head, w.at.batch);
+    bringer.bring<L::kKeys, L::kColumns>(shared + L::kRing + ring.slot * L::kKeyBytes,
+                                         n % 2 == 0 ? maps.value : maps.key, full + ring.slot, w.at.key_row + key0,
+                                         w.at.keys - key0, p.call.key_rows, kv_head, w.at.batch);
     ring.next();
   }
 }
@@ -286,10 +283,7 @@ SK_DEVICE void consume_wide_queries(const Backward& p, const WideQueryWork& w, u
 }
 
 template <class T>
-__global__ __launch_bounds__(kWideThreads, 1) void wide_queries_kernel(const __grid_constant__ TensorMap query,
-                                                                       const __grid_constant__ TensorMap key,
-                                                                       const __grid_constant__ TensorMap value,
-                                                                       const __grid_constant__ TensorMap grad_out,
+__global__ __launch_bounds__(kWideThreads, 1) void wide_queries_kernel(const __grid_constant__ Maps maps,
                                                                        const Backward p) {
 #if SK_HOPPER
   using L = WideQueries;
@@ -318,7 +312,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void wide_queries_kernel(const __g
   __syncthreads();
   if (group == 0) {
     set_registers_down<kWideProducerRegisters>();
-    if (thread < 32) produce_wide(p, w, shared, query, key, value, grad_out, thread);
+    if (thread < 32) produce_wide(p, w, shared, maps, thread);
   } else {
     set_registers_up<kWideConsumerRegisters>();
     consume_wide_queries<T>(p, w, shared, group - 1, thread % kWarpgroup);

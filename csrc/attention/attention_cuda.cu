@@ -1,5 +1,6 @@
 // Attention in CUDA C++, host side: checks, results, and the choice between the kernels. The kernels:
-// attention_forward_cuda.cuh, attention_backward_cuda.cuh.
+// attention_forward_cuda.cuh, attention_backward_cuda.cuh, and for Hopper attention_forward_hopper_cuda.cuh,
+// attention_backward_hopper_cuda.cuh.
 //
 // Nothing is read back from the device: numbers in starts, lengths and the seed are the kernels' to read and to cut to
 // the tensors they speak of. So a call can be captured in a CUDA graph.
@@ -253,8 +254,8 @@ std::string attention_plan(const Tensor& query, int64_t value_dim, bool backward
   if (takes_hopper(op, path, [] { return true; })) return "wgmma and TMA, where they serve the call";
   const int most = static_cast<int>(std::max(head_dim, value_dim));
   const OnDevice guard(query);
-  std::string plan = "mma.sync in tiles of " + (backward ? attention_backward_tiles(query, dtype, most)
-                                                         : attention_forward_tiles(query, dtype, most));
+  std::string plan = "mma.sync in tiles of " +
+                     (backward ? attention_backward_tiles(query, dtype, most) : attention_forward_tiles(dtype, most));
   if (backward && cuda_device(query).architecture == 90) plan += " (the Hopper kernels wait for a measured run)";
   return plan;
 }

@@ -54,6 +54,7 @@ struct AttentionIntegers {
 struct AttentionCuda {
   AttentionTensor query, key, value;
   // Rows of 16-bit or 32-bit elements that begin at multiples of 16 bytes, in all tensors of the call: cp.async, TMA.
+  // They are whole units of 16 bytes too, but for decoding.
   bool vectors;
   bool tf32;  // float32: one product of tf32 numbers, where torch's own flag allows it; else three
   int sequences, heads, kv_heads, head_dim, value_dim;
@@ -76,8 +77,8 @@ struct AttentionCuda {
   uint32_t threshold;
   float keep_scale;  // 1 / (1 - p)
 
-  // Whether a score is more than scale q.k, or may be dropped. Scales <= 0 count too: the others may look for a row's
-  // maximum before they multiply.
+  // Whether scores are scale q.k and none is dropped, with a scale above 0: a row's maximum may be looked for before
+  // the multiplication.
   __host__ __device__ bool plain() const {
     return softcap == 0 && slopes == nullptr && mask == nullptr && seed == nullptr && scale > 0;
   }
@@ -235,9 +236,6 @@ SK_DEVICE float biased(const AttentionCuda& p, const AttentionHead& head, const 
 // The four words that decide about the keys 4 (j / 4) ... + 3 of a row (row_number): key j is kept where word j % 4 is
 // >= the threshold.
 SK_DEVICE uint4 dropout_words(uint64_t seed, int64_t row, int j) { return philox(seed, row, j); }
-SK_DEVICE uint32_t word_of(const uint4& words, int j) {
-  return j % 4 == 0 ? words.x : j % 4 == 1 ? words.y : j % 4 == 2 ? words.z : words.w;
-}
 
 // A row's lse in the kernels' units, +inf where it sees nothing, so that e^(z - lse) is 0 and not NaN.
 SK_DEVICE float lse_or_infinity(float lse) { return lse == -INFINITY ? INFINITY : lse; }

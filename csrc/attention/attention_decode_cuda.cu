@@ -41,7 +41,7 @@ int64_t splits_of(int64_t blocks, int64_t key_tiles) {
 }
 
 // The instances of decode_kernel: three buckets of head dims, for three dtypes.
-template <class T, class F>
+template <class F>
 void with_columns(int64_t columns, const F& f) {
   if (columns <= 64) return f(std::integral_constant<int, 64>{});
   if (columns <= 128) return f(std::integral_constant<int, 128>{});
@@ -127,7 +127,7 @@ void run(Dtype dtype, Decode& p, int64_t splits, const Tensor& query) {
   const int64_t rows = int64_t{call.sequences} * call.heads * call.max_queries;
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
-    with_columns<T>(std::max(call.head_dim, call.value_dim), [&](auto columns) {
+    with_columns(std::max(call.head_dim, call.value_dim), [&](auto columns) {
       constexpr int kDim = decltype(columns)::value;
       using Shape = attention_decode::Shape<T, kDim>;
       const int most =

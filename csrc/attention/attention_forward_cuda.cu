@@ -33,12 +33,10 @@ void run(const AttentionCall& call, const AttentionForwardCuda& forward) {
   const int64_t bytes = int64_t{c.max_keys} * (c.head_dim + c.value_dim) * static_cast<int64_t>(sizeof(T));
   // Later queries see more keys, but for a window that ends at the last key.
   const bool descending = c.high != kAttentionFar || c.low == -kAttentionFar;
-  Arguments arguments{forward,
-                      attention_order(c.sequences, c.heads, c.heads / c.kv_heads, c.max_queries, S::kRows, bytes,
-                                      descending, device.architecture),
-                      stages};
-  for (const int columns : {c.head_dim, c.value_dim})  // whole chunks
-    arguments.forward.call.vectors &= columns * static_cast<int>(sizeof(T)) % 16 == 0;
+  const Arguments arguments{forward,
+                            attention_order(c.sequences, c.heads, c.heads / c.kv_heads, c.max_queries, S::kRows, bytes,
+                                            descending, device.architecture),
+                            stages};
   const int64_t grid =
       std::min(arguments.order.pairs * arguments.order.blocks, int64_t{resident} * device.multiprocessors);
   // Packed rows that no sequence has are written by any grid.
@@ -92,7 +90,7 @@ void launch_attention_forward(const AttentionCall& call, const AttentionForwardC
   instance_of(call.op, call.dtype, std::max(c.head_dim, c.value_dim), c.plain()).run(call, forward);
 }
 
-std::string attention_forward_tiles(const Tensor&, Dtype dtype, int dim) {
+std::string attention_forward_tiles(Dtype dtype, int dim) {
   return instance_of("attention_plan", dtype, dim, true).tiles();
 }
 

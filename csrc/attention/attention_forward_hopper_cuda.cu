@@ -74,12 +74,9 @@ constexpr Instance kInstances[] = {
 };
 
 const Instance* instance_of(Dtype dtype, const AttentionCuda& c) {
-  const bool options =
-      c.softcap != 0 || c.slopes != nullptr || c.mask != nullptr || c.seed != nullptr || !(c.scale > 0);
+  const int dim = std::max(c.head_dim, c.value_dim);
   for (const Instance& instance : kInstances) {
-    if (instance.dtype == dtype && instance.options == options && instance.dim >= std::max(c.head_dim, c.value_dim)) {
-      return &instance;
-    }
+    if (instance.dtype == dtype && instance.options == !c.plain() && instance.dim >= dim) return &instance;
   }
   return nullptr;
 }

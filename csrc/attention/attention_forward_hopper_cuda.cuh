@@ -203,7 +203,7 @@ struct Consumer : Layout<kDim, kOptions> {
   const Forward& p;
   unsigned char* shared;
   Barriers* barriers;
-  int group, thread, warp, lane;  // thread: of the warpgroup
+  int group, thread, lane;  // thread: of the warpgroup
 
   SK_DEVICE unsigned char* queries() const { return shared + group * 64 * 128; }
   SK_DEVICE unsigned char* keys(int stage) const { return shared + L::kKeysAt + stage * L::kKeyBytes; }
@@ -474,7 +474,7 @@ __global__ void __launch_bounds__(Layout<kDim, kOptions>::kThreads, 1)
   } else {
     set_registers_up<L::kRegisters>();
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    const Consumer<T, kDim, kOptions> consumer{{}, p, shared, barriers, group - 1, thread, thread / 32, thread % 32};
+    const Consumer<T, kDim, kOptions> consumer{{}, p, shared, barriers, group - 1, thread, thread % 32};
     unsigned tiles = 0, blocks = 0;
     if (group == L::kGroups) consumer.give_turn();  // the first turn is the first warpgroup's
     for_tiles<L::kRows>(p, [&](const AttentionTile& tile, const AttentionPlace& at, int query0) {

@@ -8,6 +8,8 @@
 namespace seqkern {
 namespace attention_forward {
 
+using attention_mma::clear;
+
 // In front of the tiles: what a block of threads works at.
 constexpr int kWorkBytes = 128;
 
@@ -35,18 +37,8 @@ constexpr float kSlack = 8;
 // Columns are multiplied in parts of so many: head dimensions in between cost what the next whole part does.
 constexpr int part_of(int dim) { return dim / 4 < 32 ? 32 : dim / 4; }
 
-template <int kM, int kN>
-SK_DEVICE void clear(float (&sums)[kM][kN][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[m][n][e] = 0;
-}
-
-// Copies rows [0, kRows) of a matrix into a tile, as Tile::load does, but for columns beyond the last whole part:
-// nothing reads them. Of vectors a thread always copies the same chunk, of every kStep-th row.
+// Copies rows [0, kRows) of a matrix into a tile, but for columns beyond the last whole part: nothing reads them. Of
+// vectors a thread always copies the same chunk, of every kStep-th row.
 template <class T, int kDim, int kRows, int kThreads>
 struct Loader {
   using Tile = attention_mma::Tile<T, kDim>;
@@ -71,14 +63,7 @@ struct Loader {
         at += kStep * stride;
       }
     } else {
-#pragma unroll 1
-      for (int n = thread; n < kRows * kDim; n += kThreads) {
-        const int row = n / kDim, column = n % kDim;
-        if (column >= used) continue;
-        T x{};
-        if (row < rows && column < columns) x = at[row * stride + column];
-        *Tile::element(tile, row, column) = x;
-      }
+      attention_mma::load_elements<T, kDim>(tile, kRows, at, stride, rows, columns, used, thread, kThreads);
     }
   }
 };
@@ -314,7 +299,7 @@ struct Rows {
       const float x = out[m][n][2 * h] * factor, y = out[m][n][2 * h + 1] * factor;
       if constexpr (sizeof(T) == 2) {
         unsigned char* const to = tile + Tile::place(row, lane / 4, n, 0) + lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(to) = attention_mma::pack<T>(x, y);
+        *reinterpret_cast<uint32_t*>(to) = narrow_pair<T>(x, y);
       } else {
         unsigned char* const to = tile + Tile::place(row, lane / 4, 2 * n, lane % 4 / 2) + lane % 2 * 8;
         *reinterpret_cast<float2*>(to) = make_float2(x, y);

@@ -37,8 +37,9 @@ struct AttentionBackwardCuda {
 void launch_attention_forward(const AttentionCall& call, const AttentionForwardCuda& forward);
 void launch_attention_backward(const AttentionCall& call, const AttentionBackwardCuda& backward);
 
-// For `explain`: which tiles they would take on the device of `like`, where nothing but the band concerns the scores.
-std::string attention_forward_tiles(const Tensor& like, Dtype dtype, int dim);
+// For `explain`: which tiles they would take, where nothing but the band concerns the scores; those of the backward
+// pass on the device of `like`.
+std::string attention_forward_tiles(Dtype dtype, int dim);
 std::string attention_backward_tiles(const Tensor& like, Dtype dtype, int dim);
 
 // For Hopper: whether its kernels serve a call, and the launch.

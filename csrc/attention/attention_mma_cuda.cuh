@@ -72,10 +72,31 @@ struct Tile {
   }
 };
 
-// Two numbers of 16 bits in a word, the first in the low half.
-template <class T>
-SK_DEVICE uint32_t pack(float first, float second) {
-  return narrow<T>(first).bits | static_cast<uint32_t>(narrow<T>(second).bits) << 16;
+// A matrix into a tile of `tile_rows` rows, where it cannot be copied in units of 16 bytes: `rows` x `columns` of it
+// are there, the rest is 0 up to column `used`, and what lies behind stays as it is.
+template <class T, int kDim>
+SK_DEVICE void load_elements(unsigned char* tile, int tile_rows, const T* from, int64_t stride, int rows, int columns,
+                             int used, int thread, int threads) {
+#pragma unroll 1
+  for (int n = thread; n < tile_rows * kDim; n += threads) {
+    const int row = n / kDim, column = n % kDim;
+    if (column >= used) continue;
+    T x{};
+    if (row < rows && column < columns) x = from[row * stride + column];
+    *Tile<T, kDim>::element(tile, row, column) = x;
+  }
+}
+
+template <int M, int N>
+SK_DEVICE void clear(float (&sums)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[m][n][e] = 0;
+    }
+  }
 }
 
 // The operand A of 16 rows and kDepth columns from accumulators: of 16 bits from two blocks of 16 x 8, of float32 from
@@ -83,10 +104,10 @@ SK_DEVICE uint32_t pack(float first, float second) {
 template <class T>
 SK_DEVICE void a_of_sums(uint32_t (&r)[4], const float (&left)[4], const float (&right)[4]) {
   if constexpr (sizeof(T) == 2) {
-    r[0] = pack<T>(left[0], left[1]);
-    r[1] = pack<T>(left[2], left[3]);
-    r[2] = pack<T>(right[0], right[1]);
-    r[3] = pack<T>(right[2], right[3]);
+    r[0] = narrow_pair<T>(left[0], left[1]);
+    r[1] = narrow_pair<T>(left[2], left[3]);
+    r[2] = narrow_pair<T>(right[0], right[1]);
+    r[3] = narrow_pair<T>(right[2], right[3]);
   } else {
     r[0] = device_bits<uint32_t>(left[0]);
     r[1] = device_bits<uint32_t>(left[2]);

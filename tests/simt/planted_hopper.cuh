@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(384, 1)
     const int r = row + (i & 2) * 4, c = i / 4 * 8 + column;
     unsigned char* tile = tiles + c / 64 * S::kTile;
     const int place = fault == F::unswizzled ? r * 128 + c % 64 * 2 : Tile::offset(r, c % 64 / 8) + c % 8 * 2;
-    *reinterpret_cast<uint32_t*>(tile + place) = attention_mma::pack<T>(d[i], d[i + 1]);
+    *reinterpret_cast<uint32_t*>(tile + place) = narrow_pair<T>(d[i], d[i + 1]);
   }
   if (fault != F::no_proxy_fence) fence_async_shared();
   const int count = fault == F::barrier_count || (fault == F::barrier_counts && warp == 3) ? 256 : 128;

@@ -33,31 +33,18 @@ struct alignas(8) uint2 {
 struct alignas(8) float2 {
   float x, y;
 };
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct alignas(16) double2 {
-  double x, y;
-};
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline double2 make_double2(double x, double y) { return {x, y}; }
 
 #define threadIdx (::simt::running->thread)
 #define blockIdx (::simt::running->block->index)
 #define blockDim (::simt::machine.threads)
 #define gridDim (::simt::machine.grid)
-constexpr int warpSize = 32;
 
 namespace simt {
 
@@ -203,31 +190,10 @@ inline T atomicAdd(T* p, std::common_type_t<T> v) {
     }
   });
 }
-template <class T>
-inline T atomicMax(T* p, std::common_type_t<T> v) {
-  return simt::atomic(p, [v](T old) { return old < v ? v : old; });
-}
-template <class T>
-inline T atomicMin(T* p, std::common_type_t<T> v) {
-  return simt::atomic(p, [v](T old) { return v < old ? v : old; });
-}
-template <class T>
-inline T atomicExch(T* p, std::common_type_t<T> v) {
-  return simt::atomic(p, [v](T) { return v; });
-}
-template <class T>
-inline T atomicCAS(T* p, std::common_type_t<T> compare, std::common_type_t<T> v) {
-  return simt::atomic(p, [compare, v](T old) { return old == compare ? v : old; });
-}
-template <class T>
-inline T atomicOr(T* p, std::common_type_t<T> v) {
-  return simt::atomic(p, [v](T old) { return old | v; });
-}
 inline void __threadfence() {
   simt::race_fence();
   simt::maybe_yield();
 }
-inline void __threadfence_block() { __threadfence(); }
 template <class T>
 inline T __ldg(const T* p) {
   simt::check_aligned("__ldg", p, alignof(T));
@@ -251,15 +217,7 @@ inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
-inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
-inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline unsigned __float_as_uint(float x) { return simt::bits_to<unsigned>(x); }
-inline float __uint_as_float(unsigned x) { return simt::bits_to<float>(x); }
-inline int __float_as_int(float x) { return simt::bits_to<int>(x); }
-inline float __int_as_float(int x) { return simt::bits_to<float>(x); }
 
 #define SK_SHARED(name) unsigned char* const name = ::simt::running->block->shared
 

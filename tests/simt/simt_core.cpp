@@ -53,7 +53,6 @@ void transfer(Fiber* next, bool ending) {
   Context& from = self == nullptr ? machine.main : self->context;
   Context& to = next == nullptr ? machine.main : next->context;
   running = next;
-  ++machine.switches;
   start_switch(from, to, ending);
   exchange(from, to);
   finish_switch(&from, machine.main);

@@ -150,7 +150,6 @@ struct Machine {
   uint64_t seed, state;
   uint64_t even;  // one choice in even + 1 is drawn evenly (a power of 2, less 1); the others take the latest
   uint64_t idle;  // polls since anything changed
-  uint64_t switches;
   size_t alive;
   bool cancelling;
   std::string error;
@@ -238,7 +237,5 @@ int resident_clusters(dim3 block, size_t shared_bytes, int cluster);
 // Raises std::runtime_error with the op's name in it where the launch, or any thread of it, fails.
 void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int cluster, bool all_resident,
             const std::function<void()>& body);
-// Switches between fibers in the last launch.
-uint64_t last_switches();
 
 }  // namespace simt

@@ -212,7 +212,6 @@ void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int clus
   machine.state = mixed(seed + (launches << 32)) | 1;
   const uint64_t even[] = {0, 3, 63};
   machine.even = even[random_below(3)];
-  machine.switches = 0;
   machine.main.stack = nullptr;
 
   std::vector<size_t> units(all / static_cast<size_t>(cluster));
@@ -226,7 +225,5 @@ void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int clus
   }
   if (!machine.error.empty()) throw std::runtime_error(machine.error);
 }
-
-uint64_t last_switches() { return machine.switches; }
 
 }  // namespace simt

@@ -1,0 +1,437 @@
+"""Calls of attention's ops, built from a description, and the formula that their results are held against.
+
+What the tests of the Triton kernels and those of the CUDA kernels share. The ops are called as the dispatcher calls
+them, with their own arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from cuda_checks import assert_passed, moved
+from torch import Tensor
+
+from seqkern import reference
+from seqkern.testing import compare
+
+GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_mask", "grad_distance")
+
+
+@dataclass
+class Case:
+    """A call of the op. Mask sizes as (by sequence, by head, by query, by key)."""
+
+    lengths: tuple[tuple[int, int], ...] = ((5, 7), (5, 7))  # (queries, keys) of each sequence
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 8
+    value_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    varlen: bool = False
+    gaps: tuple[int, int] = (0, 0)  # varlen: rows before the first sequence and behind the last
+    key_lengths: tuple[int, ...] | None = None
+    mask: str = ""  # "bool", "additive" (float32), "additive own" (the query's dtype)
+    mask_sizes: tuple[bool, bool, bool, bool] = (True, True, True, True)
+    need_mask: bool = False
+    alibi: bool = False
+    need_slopes: bool = False
+    softcap: float = 0.0
+    sinks: bool = False
+    dropout_p: float = 0.0
+    diagonal: int = 0
+    lower_right: bool = False
+    left: int = -1
+    right: int = -1
+    scale: float = 0.4
+    grad_lse: bool = True
+    strided: bool = False
+    extreme: bool = False  # whole rows of -inf and of the most negative number in the mask, large scores
+    device: str = "cpu"
+    # Where the launchers are: tests of other kernels ask the same of them, and say what their arithmetic may cost more.
+    kernels: str = "seqkern.kernels.attention"
+    slack: float = 1.0
+
+
+def build(case: Case, seed: int) -> dict[str, Any]:
+    """The op's arguments."""
+    torch.manual_seed(seed)
+    dtype, device = case.dtype, case.device
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    sequences = len(case.lengths)
+    max_queries = max((q for q, _ in case.lengths), default=0)
+    max_keys = max((k for _, k in case.lengths), default=0)
+
+    def tensor(heads: int, rows: int, columns: int) -> torch.Tensor:
+        batch = 1 if case.varlen else sequences
+        scale = 3.0 if case.extreme else 1.0
+        if case.varlen:
+            t = (torch.randn(rows, heads, columns * 2) * scale).to(dtype).to(device)
+            return (t[..., ::2] if case.strided else t[..., :columns].contiguous()).transpose(0, 1).unsqueeze(0)
+        if case.strided:
+            return (
+                (torch.randn(batch, rows, heads, columns + 3) * scale)
+                .to(dtype)
+                .to(device)[..., :columns]
+                .transpose(1, 2)
+            )
+        return (torch.randn(batch, heads, rows, columns) * scale).to(dtype).to(device)
+
+    starts = [None, None]
+    rows = [max_queries, max_keys]
+    if case.varlen:
+        for k in range(2):
+            cumulative = torch.tensor([0, *(pair[k] for pair in case.lengths)]).cumsum(0) + case.gaps[0]
+            rows[k] = int(cumulative[-1]) + case.gaps[1]
+            starts[k] = cumulative.to(random.Random(seed).choice([torch.int32, torch.int64])).to(device)
+    mask = None
+    if case.mask:
+        full = (sequences, case.heads, max_queries, max_keys)
+        sizes = [n if wanted else 1 for n, wanted in zip(full, case.mask_sizes, strict=True)]
+        if case.mask == "bool":
+            mask = torch.rand(sizes) > 0.3
+        else:
+            mask = torch.randn(sizes)
+            mask[torch.rand(sizes) > 0.8] = -math.inf
+        if case.extreme:
+            hidden = torch.rand(*sizes[:3], 1) > 0.6
+            lowest = -math.inf if case.mask == "bool" else -math.inf if dtype != torch.float64 else -1e4
+            mask = mask & ~hidden if case.mask == "bool" else mask.masked_fill(hidden, lowest)
+        if case.mask != "bool":
+            mask = mask.to(torch.float32 if case.mask == "additive" else dtype)
+        mask = mask.to(device)
+        if case.strided:
+            mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+    lengths = None
+    if case.key_lengths is not None:
+        lengths = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
+    return {
+        "query": tensor(case.heads, rows[0], case.head_dim),
+        "key": tensor(case.kv_heads, rows[1], case.head_dim),
+        "value": tensor(case.kv_heads, rows[1], case.value_dim),
+        "attn_mask": mask,
+        "query_starts": starts[0],
+        "key_starts": starts[1],
+        "key_lengths": lengths,
+        "alibi_slopes": torch.rand(sequences, case.heads, dtype=acc, device=device) if case.alibi else None,
+        "sinks": torch.randn(case.heads, dtype=acc, device=device) if case.sinks else None,
+        "seed": torch.tensor(0x1234_5678_9ABC + seed, device=device) if case.dropout_p else None,
+        "max_queries": max_queries,
+        "max_keys": max_keys,
+        "diagonal": case.diagonal,
+        "lower_right": case.lower_right,
+        "left": case.left,
+        "right": case.right,
+        "scale": case.scale,
+        "softcap": case.softcap,
+        "dropout_p": case.dropout_p,
+    }
+
+
+def formula(
+    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed, max_queries,
+    max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p,
+):  # fmt: skip
+    """(out, lse, z) of the whole call, z a list with every (sequence, head)'s scores before the softmax."""
+    _, heads, total, _ = query.shape
+    group = heads // key.shape[1]
+    sequences = query.shape[0] if query_starts is None else len(query_starts) - 1
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    lse = query.new_full(query.shape[:3], -math.inf)
+    scores = {}
+    kept = None
+    if seed is not None:
+        rows = query.shape[0] * heads * total
+        kept = reference.keep_mask(seed.cpu(), dropout_p, rows, max_keys).reshape(
+            query.shape[0], heads, total, max_keys
+        )
+    for s in range(sequences):
+        b, first, last, key_first, key_last = s, 0, total, 0, key.shape[2]
+        if query_starts is not None:
+            b = 0
+            first, last = int(query_starts[s]), int(query_starts[s + 1])
+            key_first, key_last = int(key_starts[s]), int(key_starts[s + 1])
+        nq, nk = last - first, key_last - key_first
+        if key_lengths is not None:
+            nk = max(0, min(int(key_lengths[s]), nk))
+        diag = diagonal + (nk - nq if lower_right else 0)
+        i, j = torch.arange(nq)[:, None], torch.arange(nk)[None, :]
+        for h in range(heads):
+            q, k, v = (
+                query[b, h, first:last],
+                key[b, h // group, key_first:][:nk],
+                value[b, h // group, key_first:][:nk],
+            )
+            z = q @ k.T * scale
+            if softcap:
+                z = softcap * torch.tanh(z / softcap)
+            if alibi_slopes is not None:
+                z = z - alibi_slopes[s, h] * (i + diag - j).abs()
+            if attn_mask is not None:
+                m = attn_mask.expand(sequences, heads, max_queries, max_keys)[s, h, :nq, :nk]
+                z = z.masked_fill(~m, -math.inf) if m.dtype == torch.bool else z + m
+            seen = torch.ones(nq, nk, dtype=torch.bool)
+            if left >= 0:
+                seen &= j >= i + diag - left
+            if right >= 0:
+                seen &= j <= i + diag + right
+            z = z.masked_fill(~seen, -math.inf)
+            if z.requires_grad:
+                z.retain_grad()
+            scores[s, h] = z, (i + diag - j).abs()
+            extended = z
+            if sinks is not None:
+                extended = torch.cat([z, sinks[h].expand(nq, 1)], 1)
+            if extended.shape[1] == 0:
+                continue
+            largest = extended.detach().amax(1, keepdim=True)
+            largest = largest.masked_fill(largest == -math.inf, 0)
+            exponentials = torch.exp(extended - largest)
+            total_sum = exponentials.sum(1, keepdim=True)
+            unseen = total_sum == 0
+            p = exponentials / total_sum.masked_fill(unseen, 1)
+            if kept is not None:
+                p = (
+                    torch.where(kept[b, h, first:last, : p.shape[1]], p, 0)
+                    if sinks is None
+                    else torch.cat([torch.where(kept[b, h, first:last, :nk], p[:, :nk], 0), p[:, nk:]], 1)
+                )
+                p = p / (1 - dropout_p)
+            out[b, h, first:last] = p[:, :nk] @ v
+            row = (largest + total_sum.masked_fill(unseen, 1).log()).masked_fill(unseen, -math.inf)
+            lse[b, h, first:last] = row.squeeze(1)
+    return out, lse, scores
+
+
+def as_type(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments on the CPU, floating point ones in `dtype`."""
+    tensors = {name: t.detach().cpu() for name, t in arguments.items() if isinstance(t, Tensor)}
+    return arguments | {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def spoil(arguments: dict[str, Any]) -> None:
+    """NaN into all rows that no sequence has, and into keys behind a sequence's length."""
+    starts = [arguments["query_starts"], arguments["key_starts"]]
+    for names, cut in zip((("query",), ("key", "value")), starts, strict=True):
+        if cut is not None:
+            for name in names:
+                arguments[name][:, :, : int(cut[0])] = math.nan
+                arguments[name][:, :, int(cut[-1]) :] = math.nan
+    if arguments["key_lengths"] is not None:
+        for s, length in enumerate(arguments["key_lengths"].tolist()):
+            for name in ("key", "value"):
+                t = arguments[name]
+                first, last = (0, t.shape[2]) if starts[1] is None else starts[1][s : s + 2].tolist()
+                t[s if starts[1] is None else 0, :, min(last, first + max(0, length)) : last] = math.nan
+
+
+def sample(seed: int, device: str = "cpu") -> Case:
+    """A random call with random options."""
+    r = random.Random(seed)
+    heads, kv_heads = r.choice([(1, 1), (2, 2), (4, 2), (3, 1)])
+    varlen = r.random() < 0.4
+    sequences = r.randint(1, 3)
+    pool = [0, 1, 2, 5, 17, 33, 40, 65]
+    lengths = tuple((r.choice(pool), r.choice(pool)) for _ in range(sequences))
+    if not varlen:
+        lengths = lengths[:1] * sequences
+        if r.random() < 0.3:  # decoding
+            lengths = ((r.choice([1, 2, 5, 16]), r.choice([3, 256, 257, 600, 1100])),) * sequences
+    max_keys = max(k for _, k in lengths)
+    mask = r.choice(["", "", "bool", "additive", "additive own"])
+    sizes = tuple(r.random() < 0.6 for _ in range(4))
+    need_mask = mask.startswith("additive") and r.random() < 0.7
+    alibi = r.random() < 0.3
+    dtype = r.choice([torch.float32, torch.float32, torch.float64, torch.float16])
+    return Case(
+        lengths=lengths, heads=heads, kv_heads=kv_heads, head_dim=r.choice([1, 5, 8, 16, 24, 40]),
+        value_dim=r.choice([1, 3, 8, 16, 33]),
+        dtype=dtype, varlen=varlen,
+        gaps=(r.choice([0, 3, 70]), r.choice([0, 5, 130])) if varlen else (0, 0),
+        key_lengths=tuple(r.randint(-1, max_keys + 2) for _ in range(sequences)) if r.random() < 0.3 else None,
+        mask=mask, mask_sizes=(*sizes[:2], True, True) if need_mask else sizes, need_mask=need_mask,
+        alibi=alibi, need_slopes=alibi and r.random() < 0.7, softcap=r.choice([0.0, 0.0, 0.0, 3.0, 50.0]),
+        sinks=r.random() < 0.3, dropout_p=r.choice([0.0, 0.0, 0.0, 0.3, 0.9]),
+        diagonal=r.choice([0, 0, -3, 7, -(10**12), 10**12]) if not alibi else r.choice([0, 2, -4]),
+        lower_right=r.random() < 0.5, left=r.choice([-1, -1, 0, 3, 20, 10**15]), right=r.choice([-1, 0, 0, 4, 10**15]),
+        scale=r.choice([0.4, 0.4, 0.1, -0.3, 0.0]), grad_lse=r.random() < 0.7, strided=r.random() < 0.4,
+        extreme=r.random() < 0.2 and dtype != torch.float16, device=device,
+    )  # fmt: skip
+
+
+# One option each, and several at once; lengths cross the blocks of 16 to 64 rows that the kernels take off the GPU.
+CASES = {
+    "plain": Case(lengths=((33, 70),) * 2, heads=4, head_dim=16, value_dim=5),
+    "one query sees one key": Case(lengths=((40, 20),), left=0, right=0, diagonal=-20, head_dim=24),
+    "window": Case(lengths=((65, 130),), left=20, right=7, diagonal=65),
+    "window that just reaches the next block": Case(lengths=((130, 130),), left=1, right=1),
+    "left edge one key into a block": Case(lengths=((130, 130),), left=62),
+    "right edge one key short of a block": Case(lengths=((130, 130),), right=62),
+    "window beyond the keys": Case(lengths=((90, 20),), left=3, right=0, diagonal=10**15),
+    "key lengths": Case(lengths=((9, 40),) * 3, key_lengths=(0, 17, 99), right=0, diagonal=31, strided=True),
+    "packed": Case(
+        lengths=((5, 40), (0, 7), (33, 0), (1, 1), (40, 65)), varlen=True, gaps=(7, 100), right=0, lower_right=True
+    ),
+    "packed, nothing in it": Case(lengths=((0, 0), (0, 0)), varlen=True, gaps=(0, 9), alibi=True, need_slopes=True),
+    "bool mask": Case(lengths=((33, 70),) * 2, mask="bool", mask_sizes=(True, False, True, True), extreme=True),
+    "bool mask by key": Case(lengths=((33, 70),) * 2, mask="bool", mask_sizes=(True, False, False, True), strided=True),
+    "bool mask in float64": Case(lengths=((20, 70),), mask="bool", dtype=torch.float64),
+    "mask": Case(lengths=((20, 40),) * 2, mask="additive", need_mask=True, dtype=torch.float16),
+    "mask shared by heads": Case(
+        lengths=((33, 70),) * 2, heads=4, mask="additive own", mask_sizes=(True, False, True, True), need_mask=True
+    ),
+    "mask shared by packed sequences": Case(
+        lengths=((5, 40), (33, 8)),
+        varlen=True,
+        mask="additive",
+        mask_sizes=(False, True, True, True),
+        need_mask=True,
+        right=3,
+    ),
+    "alibi": Case(lengths=((33, 40),) * 2, alibi=True, need_slopes=True, right=0, diagonal=7),
+    "softcap": Case(lengths=((33, 40),), softcap=3.0, scale=-2.0),
+    "sinks": Case(lengths=((40, 33),), sinks=True, right=0, diagonal=-7),
+    "dropout": Case(lengths=((33, 70),) * 2, heads=4, dropout_p=0.4, dtype=torch.float64),
+    "dropout of everything": Case(dropout_p=1.0 - 2.0**-33),
+    "any scale": Case(lengths=((33, 40),), scale=0.0),
+    "decoding": Case(
+        lengths=((3, 700),) * 2, heads=6, key_lengths=(10, 700), left=300, right=0, lower_right=True, sinks=True
+    ),
+    "decoding, one chunk": Case(
+        lengths=((16, 100),), alibi=True, softcap=20.0, lower_right=True, right=0, strided=True
+    ),
+    "everything": Case(
+        lengths=((33, 70), (40, 20), (0, 9)),
+        heads=4,
+        varlen=True,
+        gaps=(3, 5),
+        key_lengths=(60, 20, 1),
+        mask="additive",
+        need_mask=True,
+        alibi=True,
+        need_slopes=True,
+        softcap=5.0,
+        sinks=True,
+        dropout_p=0.3,
+        left=30,
+        right=4,
+        lower_right=True,
+        strided=True,
+    ),
+}
+
+
+# ---- the backward pass in CUDA C++ ---------------------------------------------------------------------------------
+
+
+class BackwardCall:
+    """A call of the op by a path's kernels: its arguments, made on the CPU, and what the formula says of them.
+
+    What no sequence holds and what lies behind the lengths is NaN.
+    """
+
+    def __init__(self, case: Case, seed: int = 0, *, path: str, queries: float = 1.0, keys: float = 1.0) -> None:
+        self.case, self.seed, self.path = case, seed, path
+        self.arguments = build(replace(case, device="cpu"), seed)
+        self.arguments["query"] *= queries
+        self.arguments["key"] *= keys
+        spoil(self.arguments)
+        self.forward()
+
+    def forward(self) -> None:
+        """Results by the CPU kernels, of the arguments as they are now, and gradients of them."""
+        out, lse = torch.ops.seqkern.attention_fwd(*self.arguments.values())
+        generator = torch.Generator().manual_seed(self.seed)
+        grad_out = torch.randn(out.shape, generator=generator).to(out)
+        if self.case.varlen:  # what no sequence holds
+            starts = self.arguments["query_starts"]
+            grad_out[:, :, : int(starts[0])] = math.nan
+            grad_out[:, :, int(starts[-1]) :] = math.nan
+        if self.case.strided:
+            grad_out = grad_out[..., :1].expand(grad_out.shape)
+        grad_lse = torch.randn(lse.shape, generator=generator) if self.case.grad_lse else None
+        self.results = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
+
+    def forward_by_path(self, device: str) -> None:
+        """Results by the CUDA kernel: of float32 its scores have the backward's bits, and lse their errors."""
+        a = [t.to(device) if isinstance(t, Tensor) else t for t in self.arguments.values()]
+        out, lse = torch.ops.seqkern_cuda.attention_fwd(*a, False, self.path)
+        self.results |= {"out": out.cpu(), "lse": lse.cpu()}
+
+    def run(self, device: str, tf32: bool = False) -> dict[str, Tensor]:
+        case = self.case
+        a = {name: moved(t, device) for name, t in self.arguments.items() if name != "sinks"}
+        r = {name: moved(t, device) for name, t in self.results.items()}
+        q, k, v = a.pop("query"), a.pop("key"), a.pop("value")
+        grads = torch.ops.seqkern_cuda.attention_bwd(
+            r["grad_out"], r["grad_lse"], q, k, v, r["out"], r["lse"], *a.values(), case.need_mask, case.need_slopes,
+            tf32, self.path,
+        )  # fmt: skip
+        for name, grad, like in zip(GRADIENTS, grads, (q, k, v), strict=False):
+            assert grad.shape == like.shape, name
+            assert grad.dtype == like.dtype, name
+            assert (grad.squeeze(0).transpose(0, 1) if case.varlen else grad).is_contiguous(), name
+        return {name: grad.cpu() for name, grad in zip(GRADIENTS, grads, strict=True)}
+
+    def gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By the formula with everything in `dtype`, differentiated."""
+        case = self.case
+        starts = self.arguments["query_starts"]
+        exact = as_type(self.arguments, dtype)
+        leaves = [exact[name].requires_grad_() for name in ("query", "key", "value")]
+        if case.need_mask:
+            leaves.append(exact["attn_mask"].requires_grad_())
+        out, lse, scores = formula(**exact)
+        loss = (out * self.results["grad_out"].to(dtype)).sum()
+        if case.grad_lse:
+            loss = loss + torch.where(lse.isinf(), 0, lse * self.results["grad_lse"].to(dtype)).sum()
+        rows = [z for z, _ in scores.values()]
+        if not loss.requires_grad:
+            wanted = [torch.zeros_like(t) for t in (*leaves, *rows)]
+        else:
+            wanted = torch.autograd.grad(loss, [*leaves, *rows], allow_unused=True, materialize_grads=True)
+        result = dict(zip(GRADIENTS, wanted[: len(leaves)], strict=False))
+        if case.need_slopes:
+            distance = torch.zeros_like(lse)
+            for ((s, h), (z, far)), grad in zip(scores.items(), wanted[len(leaves) :], strict=True):
+                b, first = (s, 0) if starts is None else (0, int(starts[s]))
+                distance[b, h, first : first + len(z)] = (torch.where(z.isinf(), 0, grad) * far).sum(1)
+            result["grad_distance"] = distance
+        return {name: t.detach() for name, t in result.items()}
+
+    def by_cpu(self) -> dict[str, Tensor]:
+        """By the CPU kernels, whose delta comes from the rounded output too."""
+        a = {name: t for name, t in self.arguments.items() if name != "sinks"}
+        r = self.results
+        grads = torch.ops.seqkern.attention_bwd(
+            r["grad_out"], r["grad_lse"], a.pop("query"), a.pop("key"), a.pop("value"), r["out"], r["lse"],
+            *a.values(), self.case.need_mask, self.case.need_slopes,
+        )  # fmt: skip
+        return dict(zip(GRADIENTS, grads, strict=True))
+
+    def check(self, device: str, *about: object) -> dict[str, Tensor]:
+        case = self.case
+        exact, peer = self.gradients(torch.float64), self.gradients(case.dtype)
+        if case.dtype == torch.float32:
+            other = self.by_cpu()
+            self.forward_by_path(device)
+        ours = self.run(device)
+        assert ours["grad_mask"].numel() == (self.arguments["attn_mask"].numel() if case.need_mask else 0)
+        assert ours["grad_distance"].numel() == (self.results["lse"].numel() if case.need_slopes else 0)
+        factor = 3.0 if case.softcap else 2.0
+        if case.dtype == torch.float32:
+            if device != "cpu":  # its tensor cores cut sums, where the executor rounds
+                factor *= 1.5
+            peer = {
+                name: max((peer[name], other[name]), key=lambda t, n=name: float((t - exact[n]).abs().max()))
+                if right.numel() else peer[name] for name, right in exact.items()
+            }  # fmt: skip
+        reports = [
+            compare(ours[name], peer[name].to(ours[name].dtype), exact[name], factor=factor, name=name)
+            for name in exact
+        ]
+        assert_passed(reports, *about, case)
+        return ours
