@@ -75,6 +75,7 @@ inline void add_block(const float* a, const float* a_power, const float* b, cons
                       float* d) {
   const Floats start = read<Floats>(d);
   Floats top = bits_of<Floats>(bits_of<Integers>(start) & kExponentBits);
+#pragma GCC unroll 16
   for (int k = 0; k < kBlock; ++k) {
     const Floats power = a_power[k] * read<Floats>(b_power + k * stride);
     top = power > top ? power : top;
@@ -85,6 +86,7 @@ inline void add_block(const float* a, const float* a_power, const float* b, cons
     const Floats units = bits_of<Floats>(static_cast<int32_t>(kTwice) - bits_of<Integers>(top));  // 2^kBits / top
     const auto cut = [&](const Floats& x) { return __builtin_convertvector(x * units, Integers); };
     Integers sum = cut(start), more = {};
+#pragma GCC unroll 16
     for (int k = 0; k < kBlock; ++k) (k < 8 ? sum : more) += cut(a[k] * read<Floats>(b + k * stride));
     if constexpr (kBlock > 8) {  // 2^31 is not far
       extreme = any(((sum ^ sum >> 31) | (more ^ more >> 31)) >> 29);
@@ -94,7 +96,10 @@ inline void add_block(const float* a, const float* a_power, const float* b, cons
     if (!extreme) memcpy(d, &result, sizeof(result));
   }
   if (extreme) {
-    for (int n = 0; n < 4; ++n) d[n] = add_any<kBlock, kBits>(a, a_power, b + n, b_power + n, stride, d[n]);
+    Integers there = top >= 0x1p90f;  // zeros are many, and change nothing
+    for (int k = 0; k < kBlock; ++k) there |= (a[k] * Floats{1, 1, 1, 1} != 0) & (read<Floats>(b + k * stride) != 0);
+    for (int n = 0; n < 4 && any(there); ++n)
+      d[n] = add_any<kBlock, kBits>(a, a_power, b + n, b_power + n, stride, d[n]);
   }
 }
 
