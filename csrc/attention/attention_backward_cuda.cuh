@@ -90,18 +90,40 @@ SK_DEVICE void clear(float (&sums)[M][N][4]) {
 template <class T, int kDim, int M, int N>
 SK_DEVICE void add_scores(float (&sums)[M][N][4], const unsigned char* left, int row, const unsigned char* right,
                           int column, int depth, bool tf32, int lane) {
+  if constexpr (sizeof(T) == 4) {
+    static_assert(M == 1, "float32 has registers for one");
+#pragma unroll 1
+    for (int from = 0; from < depth; from += 32) {  // rows' pieces of 128 bytes
+#pragma unroll
+      for (int k = 0; k < 32; k += Operand<T>::kDepth) {
+        if (from + k >= depth) break;
+        uint32_t r[4];
+        Tile<T, kDim>::a(r, left, row, k, lane);
+        const A<T> a(r);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+          uint32_t b[4];
+          Tile<T, kDim>::b_rows(b, right, column + 8 * n, k, lane);
+          multiply<T>(sums[0][n], sums[0][n + 1], a, b, tf32);
+        }
+      }
+      left += 128;
+      right += 128;
+    }
+  } else {
 #pragma unroll(M == 1 ? 4 : 2)
-  for (int k = 0; k < depth; k += Operand<T>::kDepth) {
-    uint32_t b[N / 2][4];
+    for (int k = 0; k < depth; k += Operand<T>::kDepth) {
+      uint32_t b[N / 2][4];
 #pragma unroll
-    for (int n = 0; n < N / 2; ++n) Tile<T, kDim>::b_rows(b[n], right, column + 16 * n, k, lane);
+      for (int n = 0; n < N / 2; ++n) Tile<T, kDim>::b_rows(b[n], right, column + 16 * n, k, lane);
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-      uint32_t r[4];
-      Tile<T, kDim>::a(r, left, row + 16 * m, k, lane);
-      const A<T> a(r);
+      for (int m = 0; m < M; ++m) {
+        uint32_t r[4];
+        Tile<T, kDim>::a(r, left, row + 16 * m, k, lane);
+        const A<T> a(r);
 #pragma unroll
-      for (int n = 0; n < N / 2; ++n) multiply<T>(sums[m][2 * n], sums[m][2 * n + 1], a, b[n], tf32);
+        for (int n = 0; n < N / 2; ++n) multiply<T>(sums[m][2 * n], sums[m][2 * n + 1], a, b[n], tf32);
+      }
     }
   }
 }
