@@ -31,8 +31,7 @@
 // Bytes: keys x (D + Dv), once; and 8 Dv for a row and split. FLOP: 2 rows x keys x (D + Dv), rows rounded up to 16; at
 // 64 rows of bfloat16 that is 64 FLOP a byte.
 //
-// float32: sums of few products, 32 columns or 8 keys, are added by ordinary additions: tensor cores cut where those
-// round, and a long sum would feel it.
+// float32: products of 8 terms that begin at zero are added by ordinary additions (attention_mma_cuda.cuh).
 //
 // New rows are read where they are given, never from the cache; blocks that need not wait for each other write them
 // there. Nothing that no query sees is read, so pages of what has left a window may be gone. A new row without a place,
