@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       float score[M][N][4], grad[M][N][4];
       clear(score);
       clear(grad);
-      add_scores<T, kDim, score_run(kDim)>(score, query, warp_row, key, c, D, call.tf32, lane);
-      add_scores<T, kDim, kGradRun>(grad, grad_out, warp_row, value, c, DV, call.tf32, lane);
+      add_scores<T, kDim>(score, query, warp_row, key, c, D, call.tf32, lane);
+      add_scores<T, kDim>(grad, grad_out, warp_row, value, c, DV, call.tf32, lane);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll
