@@ -251,6 +251,16 @@ def check_pages(device: str) -> None:
         more.check(device, (3,), (page, form, "new"))
 
 
+def check_alignment(device: str) -> None:
+    """One tensor alone whose rows do not begin on 16 bytes: the same bits."""
+    for dtype in FLOATS:
+        problem = Problem((9, 70), dtype=dtype, new=2, queries=2, head_dim=64, value_dim=40)
+        right = problem.run(device, 2)
+        for name in ("query", "key_cache", "value_cache", "key", "value"):
+            odd = layout(problem.arguments()[name], "odd")
+            assert equal(problem.run(device, 2, **{name: odd}), right), (dtype, name)
+
+
 def check_new_rows(device: str) -> None:
     """Appending, then decoding, is decoding with the appended cache, bit for bit; `run` looks at the cache."""
     for dtype, new, queries in itertools.product(FLOATS, (1, 3, 70), (1, 3)):
@@ -274,10 +284,10 @@ def check_new_rows(device: str) -> None:
 
 def check_idle_places(device: str) -> None:
     """New rows without a place are written nowhere: in no page, beyond the room, of sequences of negative length."""
-    # Sequences that write one row, two (the third has no page), none (no page), none (negative), one (no more room),
-    # none (no room), none (negative, and no page).
-    lengths, written = [3, 6, 0, -1, 15, 40, -7], [3, 2, 0, 0, 1, 0, 0]
-    table = torch.tensor([[5, 1], [2, -1], [-1, -1], [4, 6], [7, 8], [0, 3], [-1, 11]], dtype=torch.int32)
+    # Sequences that write three rows, two (the third has no page), none (no page), none (negative), one (no more room),
+    # none (no room), none (negative, and no page), none (their page is beyond the pool, as are those that are seen).
+    lengths, written = [3, 6, 0, -1, 15, 40, -7, 12], [3, 2, 0, 0, 1, 0, 0, 0]
+    table = torch.tensor([[5, 1], [2, -1], [-1, -1], [4, 6], [7, 8], [0, 3], [-1, 11], [-1, 11]], dtype=torch.int32)
     for dtype, page, splits, integer in itertools.product(FLOATS, (None, 8), (1, 3), (torch.int32, torch.int64)):
         generator = torch.Generator().manual_seed(11)
 
@@ -288,7 +298,7 @@ def check_idle_places(device: str) -> None:
         query, key, value = normal(batch, 4, 2, 40), normal(batch, 2, 3, 40), normal(batch, 2, 3, 24)
         caches = [normal(11 if page else batch, 2, page or 16, n) for n in (40, 24)]
         expected = [t.clone() for t in caches]
-        for b, n in enumerate(written if page else [3, 3, 3, 0, 1, 0, 0]):
+        for b, n in enumerate(written if page else [3, 3, 3, 0, 1, 0, 0, 3]):
             for row in range(lengths[b], lengths[b] + n):
                 where, at = (table[b, row // page], row % page) if page else (b, row)
                 for cache, tokens in zip(expected, (key, value), strict=True):
@@ -405,24 +415,39 @@ def check_api(device: str) -> None:
 
 def check_refusals(device: str) -> None:
     problem = Problem((9, 100), new=1, page=16)
+    pages = problem.order.numel()
 
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     for words, changes in (
         ("query must have 1 to 16 tokens, got 17", {"query": tensor(2, 4, 17, 64)}),
+        ("query must have 1 to 16 tokens, got 0", {"query": tensor(2, 4, 0, 64)}),
+        ("query must have 4 dimensions, got 3", {"query": tensor(2, 4, 64)}),
         ("query must be float32, bfloat16 or float16", {"query": tensor(2, 4, 1, 64, dtype=torch.float64)}),
         ("the 3 heads of query must be a multiple of the 2", {"query": tensor(2, 3, 1, 64)}),
-        ("key_cache must have size 64 in dimension 3, got 32", {"key_cache": tensor(24, 2, 16, 32)}),
-        ("value_cache must have size", {"value_cache": tensor(24, 2, 15, 64)}),
-        ("head dimensions must be at most 256, got 64 and 257",
-         {"value_cache": tensor(problem.order.numel(), 2, 16, 257)}),
+        ("key_cache must have size 64 in dimension 3, got 32", {"key_cache": tensor(pages, 2, 16, 32)}),
+        ("key_cache must have 4 dimensions, got 3", {"key_cache": tensor(24, 2, 64)}),
+        ("value_cache must have size 16 in dimension 2, got 15", {"value_cache": tensor(pages, 2, 15, 64)}),
+        ("value_cache must have 4 dimensions, got 3", {"value_cache": tensor(24, 2, 64)}),
+        ("last dimension must be contiguous", {"key_cache": tensor(pages, 2, 64, 16).mT}),
+        ("last dimension must be contiguous", {"value_cache": tensor(pages, 2, 64, 16).mT}),
+        ("head dimensions must be at most 256, got 64 and 257", {"value_cache": tensor(pages, 2, 16, 257)}),
+        ("query must have heads where there are new rows",
+         {"query": tensor(2, 0, 1, 64)} | dict.fromkeys(("key_cache", "value_cache"), tensor(pages, 0, 16, 64))
+         | dict.fromkeys(("key", "value"), tensor(2, 0, 1, 64)) | {"alibi_slopes": None, "sinks": None}),
         ("cache_lengths must be int32 or int64", {"cache_lengths": tensor(2)}),
+        ("cache_lengths must have 1 dimensions", {"cache_lengths": tensor(2, 1, dtype=torch.int32)}),
+        ("cache_lengths must have size 2", {"cache_lengths": tensor(3, dtype=torch.int32)}),
+        ("page_table must have 2 dimensions", {"page_table": tensor(2, dtype=torch.int32)}),
         ("page_table must have size 2 in dimension 0", {"page_table": tensor(3, 7, dtype=torch.int32)}),
         ("page_table must have ScalarType", {"page_table": tensor(2, 7, dtype=torch.int64)}),
         ("key and value go together", {"value": None}),
+        ("key must have 4 dimensions, got 3", {"key": tensor(2, 2, 64)}),
+        ("key must have size 64 in dimension 3, got 32", {"key": tensor(2, 2, 1, 32)}),
         ("value must have size 1 in dimension 2", {"value": tensor(2, 2, 2, 64)}),
         ("alibi_slopes must have ScalarType", {"alibi_slopes": tensor(2, 4)}),
+        ("alibi_slopes must have 2 dimensions", {"alibi_slopes": tensor(4, dtype=torch.float32)}),
         ("sinks must have size 4", {"sinks": tensor(5, dtype=torch.float32)}),
         ("splits must be", {"splits": -1}),
     ):  # fmt: skip
@@ -465,7 +490,8 @@ def test_executor_error_rule(simt):
 
 
 def test_executor_pages_and_new_rows(simt):
-    simt(HERE, "check_pages", "check_new_rows", "check_idle_places", "check_api", seed=2, sanitize=False)
+    new_rows = ["check_new_rows", "check_alignment", "check_idle_places"]
+    simt(HERE, "check_pages", *new_rows, "check_api", seed=2, sanitize=False)
 
 
 def test_executor_memory(simt):
