@@ -389,6 +389,7 @@ def check_few_or_none(device: str) -> None:
     assert not out.count_nonzero()
     assert (lse == -math.inf).all()
     assert op(zeros(0, 4, 1, 8), zeros(0, 2, 5, 8), zeros(0, 2, 5, 8), counts[:0], *rest)[0].shape == (0, 4, 1, 8)
+    assert op(zeros(2, 0, 1, 8), zeros(2, 0, 5, 8), zeros(2, 0, 5, 8), counts, *rest)[0].shape == (2, 0, 1, 8)
     assert op(zeros(2, 4, 1, 0), zeros(2, 2, 5, 0), zeros(2, 2, 5, 8), counts + 3, *rest)[0].shape == (2, 4, 1, 8)
     assert op(zeros(2, 4, 1, 8), zeros(2, 2, 5, 8), zeros(2, 2, 5, 0), counts + 3, *rest)[0].shape == (2, 4, 1, 0)
 
