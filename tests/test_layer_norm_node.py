@@ -110,7 +110,9 @@ def test_changed_input_is_noticed():
         output.sum().backward()
 
 
-@pytest.mark.parametrize("unpack", [torch.Tensor.clone, lambda t: t.mT.contiguous().mT], ids=["as it was", "other strides"])
+@pytest.mark.parametrize(
+    "unpack", [torch.Tensor.clone, lambda t: t.mT.contiguous().mT], ids=["as it was", "other strides"]
+)
 def test_saved_tensor_hooks(unpack):
     leaves, seen = tensors(), []
 
