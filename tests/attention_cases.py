@@ -144,10 +144,12 @@ def out_report(out: Tensor, peer: Tensor, exact: Tensor) -> ErrorReport:
     return replace(report, bound=bound, passed=passed)
 
 
-def lse_report(lse: Tensor, peer: Tensor, exact: Tensor, query: Tensor, key: Tensor, scale: float) -> ErrorReport:
+def lse_report(
+    lse: Tensor, peer: Tensor, exact: Tensor, query: Tensor, key: Tensor, scale: float, block: int = 8
+) -> ErrorReport:
     """The error rule, and beside it what tensor cores cut off 16-bit scores.
 
-    On average half a unit in the last place of the score, in float32, for each block of 8 products: the largest score's
+    On average half a unit in the last place of the score, in float32, for each block of products: the largest score's
     for all.
     """
     report = compare(lse, peer, exact, name="lse")
@@ -155,7 +157,7 @@ def lse_report(lse: Tensor, peer: Tensor, exact: Tensor, query: Tensor, key: Ten
         return report
     q, k = (t.cpu().float().nan_to_num() for t in (query, key))
     largest = float((q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].mT).abs().max()) * abs(scale)
-    bound = report.bound + query.shape[-1] / 8 * torch.finfo(torch.float32).eps / 2 * largest
+    bound = report.bound + query.shape[-1] / block * torch.finfo(torch.float32).eps / 2 * largest
     passed = report.passed or (report.error <= bound and torch.equal(lse.cpu().isfinite(), exact.isfinite()))
     return replace(report, bound=bound, passed=passed)
 
