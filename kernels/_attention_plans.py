@@ -125,7 +125,7 @@ _TILES = {
         "grad_query": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
         "grad_key_value": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 2)),
     },
-    # 16 bits, 99 KB (sm_80, sm_120): operands pass through registers
+    # 16 bits, 163 KB and 99 KB (sm_80, sm_120), in no more than 99 KB: operands pass through registers
     "mma": {
         "forward": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         "grad_query": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
@@ -166,7 +166,7 @@ _DECODE_TILES = {
 }
 
 
-# Where halving is not the right answer to the options of a level.
+# Where halving is not the right answer to the options of a level, or to an option that comes alone.
 _EXCEPTIONS = {
     ("wgmma", "forward", 1, 1): (128, 32, 8, 2),
     ("wgmma", "forward", 2, "window"): (128, 32, 8, 2),
@@ -174,12 +174,18 @@ _EXCEPTIONS = {
     ("wgmma", "forward", 2, 2): (64, 32, 8, 2),
     ("wgmma", "grad_query", 2, 2): (32, 16, 8, 1),
     ("wgmma", "grad_key_value", 1, 2): (16, 64, 8, 2),
+    ("mma", "grad_query", 0, "alibi"): (128, 16, 8, 2),
     ("mma", "grad_query", 2, 2): (32, 16, 8, 1),
     ("mma", "grad_key_value", 0, 2): (16, 64, 8, 1),
     ("mma", "grad_key_value", 1, 2): (16, 64, 8, 1),
     ("float32", "grad_query", 1, 2): (32, 16, 4, 1),
     ("float32", "grad_key_value", 1, 1): (32, 32, 8, 1),
     ("float64", "grad_query", 1, 1): (16, 16, 4, 1),
+    # sm_120 spills up to 188 bytes with two stages: of dK and dV at any size of block, with one stage none
+    ("mma, 99 KB", "grad_query", 0, "mask"): (128, 16, 8, 2),
+    ("mma, 99 KB", "grad_key_value", 0, "mask"): (16, 128, 8, 1),
+    ("mma, 99 KB", "grad_key_value", 0, "alibi"): (32, 128, 8, 1),
+    ("mma, 99 KB", "grad_key_value", 0, "softcap"): (32, 128, 8, 1),
 }
 
 
@@ -187,6 +193,13 @@ def _pieces(problem):
     """How much the options keep in registers beside the scores, in halves of a tile."""
     pieces = 2 * (problem.mask is not None) + 2 * (problem.dropout_p > 0)
     return pieces + (problem.softcap > 0) + (problem.slopes is not None)
+
+
+def _alone(problem):
+    """The name of the option that comes alone, as the exceptions have it; None where none comes, or several do."""
+    options = (problem.mask is not None, problem.slopes is not None, problem.softcap > 0, problem.dropout_p > 0)
+    names = [name for name, there in zip(("mask", "alibi", "softcap", "dropout"), options, strict=True) if there]
+    return names[0] if len(names) == 1 else None
 
 
 def _tile(kernel, problem, head_dim, aligned):
@@ -207,9 +220,14 @@ def _tile(kernel, problem, head_dim, aligned):
     if kernel == "grad_query" and problem.slopes is not None:  # sums distances
         pieces += 1
     level = min(2, max(0, pieces - 1))
-    exception = (kind, kernel, column, "window" if level == 0 and problem.low is not None else level)
-    if exception in _EXCEPTIONS:
-        return _EXCEPTIONS[exception]
+    alone = _alone(problem)
+    exceptions = [(kind, kernel, column, alone)]
+    if kind == "mma" and problem.limit < 163 * 1024:
+        exceptions.append((f"{kind}, 99 KB", kernel, column, alone))
+    exceptions.append((kind, kernel, column, "window" if level == 0 and problem.low is not None else level))
+    for exception in exceptions:
+        if exception in _EXCEPTIONS:
+            return _EXCEPTIONS[exception]
     block_q, block_k, warps, stages = _TILES[kind][kernel][column]
     if kernel == "grad_key_value":
         block_q = max(min(16, block_q), block_q >> level)

@@ -40,8 +40,13 @@ What was tried, judged by the compiler's register report (no GPU speed has been 
   stops that, but adds to the spills of some that are full already (36 bytes become 256 with a packed window at D 256
   on sm_100, there with blocks of 32 keys none);
 - the shared mask's gradient with whole tiles as operands: over 1000 bytes at D 256; in slices of 64 columns none.
+- at D 64 in 16 bits, a mask, ALiBi or softcap beside two stages and blocks of 32: up to 188 bytes in the backward pass
+  on sm_120, 16 for dQ with ALiBi on sm_80; none for dQ with blocks of 16 keys, none for dK and dV with one stage (half
+  the block with two stages keeps them).
 
-Known and open: on sm_80 and sm_120 single options at D 64 in 16 bits still spill 16 to 88 bytes in the backward pass.
+Known and open: on sm_120 62 of the slow test's 1028 configurations spill, in four groups: options in 16 bits from D 128
+on, and at 61 and 253 (16 to 224 bytes); float32 at D 8 to 16 and 192 without options, at 253 with all (16 to 64);
+float64 at D 128 with options (116 to 2660); joining the chunks of decoding at D up to 16 (56).
 """
 
 import torch

@@ -324,6 +324,10 @@ CASES = {
     ),
     "alibi": Case(lengths=((33, 40),) * 2, alibi=True, need_slopes=True, right=0, diagonal=7),
     "softcap": Case(lengths=((33, 40),), softcap=3.0, scale=-2.0),
+    # tiles of their own in 16 bits
+    "bool mask in float16": Case(lengths=((130, 140),), mask="bool", right=8, dtype=torch.float16),
+    "alibi in float16": Case(lengths=((130, 140),), alibi=True, need_slopes=True, right=8, dtype=torch.float16),
+    "softcap in float16": Case(lengths=((130, 140),), softcap=3.0, right=8, dtype=torch.float16),
     "sinks": Case(lengths=((40, 33),), sinks=True, right=0, diagonal=-7),
     "dropout": Case(lengths=((33, 70),) * 2, heads=4, dropout_p=0.4, dtype=torch.float64),
     "dropout of everything": Case(dropout_p=1.0 - 2.0**-33),
