@@ -423,8 +423,6 @@ class BackwardCall:
         assert ours["grad_distance"].numel() == (self.results["lse"].numel() if case.need_slopes else 0)
         factor = 3.0 if case.softcap else 2.0
         if case.dtype == torch.float32:
-            if device != "cpu":  # its tensor cores cut sums, where the executor rounds
-                factor *= 1.5
             peer = {
                 name: max((peer[name], other[name]), key=lambda t, n=name: float((t - exact[n]).abs().max()))
                 if right.numel() else peer[name] for name, right in exact.items()

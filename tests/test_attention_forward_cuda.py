@@ -208,7 +208,8 @@ def check_numbers(device: str) -> None:
     """Masked rows, the most negative number, large scores, sinks of -inf, scales of 0 and below."""
     arguments = build(Case(lengths=((33, 70),), mask="additive", dtype=F32, device=device), 0)
     arguments["attn_mask"][:] = torch.finfo(torch.float32).min
-    torch.testing.assert_close(run(arguments)[0], arguments["value"].mean(2, keepdim=True).expand(1, 2, 33, 8))
+    uniform = arguments["value"].mean(2, keepdim=True).expand(1, 2, 33, 8)
+    torch.testing.assert_close(run(arguments)[0], uniform, rtol=0, atol=1e-7)
     arguments["attn_mask"][:] = -math.inf
     out, lse = run(arguments)
     assert (out == 0).all()
@@ -230,8 +231,8 @@ def check_numbers(device: str) -> None:
         arguments["sinks"][:] = sinks
         out, lse = run(arguments)
         exact = formula(**as_type(arguments, torch.float64))
-        torch.testing.assert_close(lse.cpu().double(), exact[1], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out.cpu().double(), exact[0], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(lse.cpu().double(), exact[1], rtol=2e-7, atol=1e-6)
+        torch.testing.assert_close(out.cpu().double(), exact[0], rtol=5e-3, atol=5e-3)
 
 
 def check_tf32(device: str) -> None:
@@ -240,7 +241,7 @@ def check_tf32(device: str) -> None:
     arguments = build(case, 0)
     exact = formula(**as_type(arguments, torch.float64))[0]
     errors = [float((run(arguments, tf32)[0].cpu() - exact).abs().max()) for tf32 in (False, True)]
-    assert errors[0] < 2e-6, errors
+    assert errors[0] < 9e-7, errors
     assert 3e-5 < errors[1] < 3e-3, errors
 
 

@@ -191,6 +191,12 @@ def check_options(device: str) -> None:
         assert ours["rstd"].shape == (rows,)
 
 
+def close(ours: Tensor, right: Tensor) -> None:
+    """Within a last place."""
+    eps = torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, right, rtol=eps, atol=eps)
+
+
 def check_layouts(device: str) -> None:
     """Strided rows are read in place, other layouts copied, expanded gradients as they are: the same numbers."""
     for dtype, columns in itertools.product((torch.float32, torch.bfloat16), (40, 33)):
@@ -206,13 +212,13 @@ def check_layouts(device: str) -> None:
             for name in ("input", "residual", "grad_output", "grad_sum"):
                 setattr(other, name, make(getattr(dense, name)))
             for name, result in other.check(device, dtype, columns).items():
-                torch.testing.assert_close(result, expected[name])  # not always the same kernel
+                close(result, expected[name])  # not always the same kernel
         for expanded in (torch.ones(()).expand(6, columns), torch.arange(columns).expand(6, columns)):
             dense.grad_output = expanded.to(dtype).contiguous()
             expected = dense.check(device, dtype, columns)
             dense.grad_output = expanded.to(dtype)
             for name, result in dense.check(device, dtype, columns).items():
-                torch.testing.assert_close(result, expected[name])
+                close(result, expected[name])
 
 
 def check_many_rows(device: str) -> None:
@@ -273,7 +279,7 @@ def check_numbers(device: str) -> None:
             huge.input[1, :32] = outlier
             output = huge.run(torch.ops.seqkern_cuda, device)["output"]
             exact = reference.layer_norm(huge.input.double(), None, None, 1e-5, centred)
-            bound = torch.finfo(torch.float32).eps * max(64, 4 * exact.abs().max())
+            bound = torch.finfo(dtype).eps * max(64, 4 * exact.abs().max())
             assert (output - exact).abs().max() < bound, (*about, outlier, bound)
         bad = Problem(4, columns, dtype)
         clean = bad.run(torch.ops.seqkern_cuda, device)["output"]
@@ -289,7 +295,7 @@ def check_numbers(device: str) -> None:
     constant.input.fill_(3.7)  # every addition rounds the same way
     output = constant.run(torch.ops.seqkern_cuda, device)["output"]
     exact = reference.layer_norm(constant.input.double(), None, None, 1e-5, False)
-    assert (output - exact).abs().max() < 1.1e-6
+    assert (output - exact).abs().max() < 1.3e-7
 
 
 def check_rows_alone(device: str) -> None:

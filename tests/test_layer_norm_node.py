@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import seqkern
@@ -68,6 +69,7 @@ def test_nothing_is_kept_of_results_that_are_gone(differentiable):
     if differentiable:
         grads = torch.autograd.grad(sum(t.sum() for t in results), leaves)
         results += grads
+        results += [norm(*leaves), *added(*leaves)]  # these never go back
         del grads
     alive = [weakref.ref(t) for t in results]
     results.clear()
@@ -108,7 +110,9 @@ def test_changed_input_is_noticed():
         output.sum().backward()
 
 
-@pytest.mark.parametrize("unpack", [torch.Tensor.clone, lambda t: t.mT.clone().mT], ids=["as it was", "other strides"])
+@pytest.mark.parametrize(
+    "unpack", [torch.Tensor.clone, lambda t: t.mT.contiguous().mT], ids=["as it was", "other strides"]
+)
 def test_saved_tensor_hooks(unpack):
     leaves, seen = tensors(), []
 
@@ -204,11 +208,21 @@ def test_sums(wanted, used, differentiable):
 
 
 def test_profiler_and_modes_see_the_op():
-    leaves = tensors()
+    leaves, cotangent = tensors(), torch.randn(5, 33, dtype=torch.float64)  # not expanded: those go the long way anyhow
     output = norm(*leaves)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        output.sum().backward()
+        output.backward(cotangent)
     assert any("layer_norm_bwd" in event.name for event in profile.events())
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    names, output = [], norm(*leaves)
+    with Seen():
+        output.backward(cotangent)
+    assert "seqkern.layer_norm_bwd.default" in names
 
 
 def test_in_another_thread():
@@ -252,3 +266,22 @@ def test_compiled_backward(nodes):
     )
     wanted = expected(x, w, b).sin().sum() + (expected(3 * x, w, b) * 3 * x).sum()
     torch.testing.assert_close((x.grad, w.grad, b.grad), torch.autograd.grad(wanted, (x, w, b)))
+
+
+def test_compiled_backward_of_other_options(nodes):
+    """A graph that was made for one call is not taken for another."""
+    if nodes == "Python":
+        pytest.skip("it traces Functions of Python's, and Python's node calls kernels by address")
+    cotangent = torch.randn(5, 33, dtype=torch.float64)
+    calls = [(True, 1e-5, (0, 1, 2)), (True, 0.5, (0, 1, 2)), (False, 1e-5, (0, 1)), (False, 0.5, (0, 1))]
+    calls += [(True, 1e-5, needed) for needed in ((0,), (1,), (2,))]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        for centred, eps, needed in calls:
+            x, w, b = tensors()
+            leaves = [(x, w, b)[i] for i in needed]
+            if centred:
+                results = (f(x, (33,), w, b, eps) for f in (seqkern.layer_norm, torch.nn.functional.layer_norm))
+            else:
+                results = (f(x, (33,), w, eps) for f in (seqkern.rms_norm, torch.nn.functional.rms_norm))
+            found, wanted = (torch.autograd.grad(each, leaves, cotangent) for each in results)
+            torch.testing.assert_close(found, wanted)

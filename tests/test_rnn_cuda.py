@@ -192,6 +192,8 @@ def wrong_arguments() -> None:
         ({"resets": torch.ones(t, 1, dtype=torch.uint8)}, "resets must have size 4 in dimension 1"),
         ({"norm": torch.ones(d, 80)}, "products and norm_sums are for layer norm, which needs them"),
         ({"zoneout_h": 1.5}, "zoneout must be a probability"),
+        ({"seed": torch.ones(2, dtype=torch.int64)}, "seed must be one int64"),
+        ({"seed": torch.ones(())}, "seed must be one int64"),
         ({"grad_x": right["grad_x"][..., ::2].repeat(1, 1, 2)[..., 1:]}, "grad_x must have size 64"),
         ({"grad_products": torch.ones(d, t, 2 * b, 4 * h)[:, :, ::2]}, "rows of grad_products must lie next to each"),
         ({"w_hh": torch.ones(1).expand(2, 80000 * 4, 80000)}, "hidden sizes of 1 to 65536, got 80000"),

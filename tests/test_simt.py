@@ -164,6 +164,102 @@ def test_mma_1688_tf32(ops: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def cut_sums(
+    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, block: int, bits: int, least: int = -126
+) -> torch.Tensor:
+    """d + a b as tensor cores sum: the equations in tests/simt/simt_product.h, in float64."""
+
+    def exponents(x: torch.Tensor, least: int) -> torch.Tensor:
+        return torch.where(x == 0, -126, (torch.frexp(x).exponent - 1).clamp(min=least))
+
+    d = d.double()
+    for k in range(0, a.shape[1], block):
+        left, right = a[:, None, k : k + block].double(), b.mT[None, :, k : k + block].double()
+        top = (exponents(left, least) + exponents(right, least)).amax(2).maximum(exponents(d, -126))
+        units = (1023 + bits - top.long() << 52).view(torch.float64)  # 2^(bits - top)
+        exact = ((left * right * units[..., None]).trunc().sum(2) + (d * units).trunc()) / units
+        nearest = exact.float()
+        below = torch.nextafter(nearest, torch.zeros(()))
+        d = torch.where((nearest.double().abs() > exact.abs()) & (exact.abs() < 2.0**128), below, nearest).double()
+    return d.float()
+
+
+def executed_mma(ops: Any, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """d + a b, of 16 x 8, by mma.sync of their type."""
+    kind = [torch.bfloat16, torch.float16, torch.float32].index(a.dtype)
+    of_a, of_b, counts = (a_1688, b_1688, (4, 2)) if kind == 2 else (a_16816, b_16816, (8, 4))
+    registers = [fragments(x, of, n).view(torch.int32) for x, of, n in zip((a, b), (of_a, of_b), counts, strict=True)]
+    found = ops.mma(*registers, fragments(d, sums_168, 4), kind)
+    result = torch.empty_like(d)
+    for lane in range(32):
+        for i in range(4):
+            result[sums_168(lane, i)] = found[lane, i]
+    return result
+
+
+def spread(rows: int, columns: int, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Numbers of exponents in [-width, width], some of them 0."""
+    x = torch.randn(rows, columns) * 2.0 ** torch.randint(-width, width + 1, (rows, columns))
+    x = torch.where(torch.rand(rows, columns) < 0.1, 0.0, x)
+    # tf32: the low bits are not part of the number.
+    return x.to(dtype) if dtype != torch.float32 else (x.view(torch.int32) & -8192).view(torch.float32)
+
+
+@MATMUL_DTYPES
+@pytest.mark.parametrize("width", [0, 2, 6, 12, 40, 80])
+def test_sums_are_cut(ops: Any, dtype: torch.dtype, width: int) -> None:
+    """Bit for bit as on 8.0, whatever the exponents; float16 has subnormal numbers, the others infinite sums."""
+    depth, half = (8 if dtype == torch.float32 else 16), dtype == torch.float16
+    rounded = 0
+    for _ in range(10):
+        a, b = spread(16, depth, dtype, min(width, 12)), spread(depth, 8, dtype, min(width, 12))
+        if not half:
+            a, b = spread(16, depth, dtype, width), spread(depth, 8, dtype, width)
+        d = torch.where(
+            torch.rand(16, 8) < 0.2, 0.0, torch.randn(16, 8) * 2.0 ** torch.randint(-width, width + 1, (16, 8))
+        )
+        found, right = executed_mma(ops, a, b, d), cut_sums(a, b, d, depth // 2, 24, -14 if half else -126)
+        assert torch.equal(found, right)
+        rounded += int((found != (d.double() + a.double() @ b.double()).float()).sum())
+    assert rounded > 100
+
+
+@MATMUL_DTYPES
+def test_sums_keep_a_bit_more(ops: Any, dtype: torch.dtype) -> None:
+    """What was found out of hardware: toward zero; 24 bits behind the largest exponent; block by block."""
+    depth = 8 if dtype == torch.float32 else 16
+    one = torch.ones(16, 8)
+
+    def add(*terms: tuple[int, float], start: torch.Tensor = one) -> float:
+        """start + the terms, given with their places in k."""
+        a, b = torch.zeros(16, depth), torch.zeros(depth, 8)
+        for k, term in terms:
+            a[:, k], b[k] = term * 2**12, 2.0**-12
+        sums = executed_mma(ops, a.to(dtype), b.to(dtype), start)
+        assert (sums == sums[0, 0]).all()
+        return sums[0, 0].item()
+
+    last = 2.0**-23
+    assert add((0, 0.75 * last)) == 1  # to the nearest: 1 + last
+    assert add((0, -0.75 * last)) == 1 - last / 2  # toward zero: -1.5 of the last place becomes -1
+    assert add((0, -0.75 * last), start=-one) == -1
+    assert add((0, 0.5 * last), (1, 0.5 * last)) == 1 + last  # a bit more than float32 has
+    assert add((0, 0.25 * last), (1, 0.25 * last), (2, 0.25 * last), (3, 0.25 * last)) == 1  # but not two
+    assert add((0, 0.5 * last), (depth // 2, 0.5 * last)) == 1  # the first block's sum is cut
+    assert add((0, 1.0), (1, -1.0), (2, 0.25 * last), start=0 * one) == 0
+
+
+@MATMUL_DTYPES
+def test_sums_that_are_not_finite(ops: Any, dtype: torch.dtype) -> None:
+    depth = 8 if dtype == torch.float32 else 16
+    a, b, d = torch.randn(16, depth), torch.randn(depth, 8), torch.randn(16, 8)
+    a[1, 3], a[2, 5], b[4, 2], d[7, 1] = torch.inf, torch.nan, -torch.inf, torch.inf
+    a, b = a.to(dtype), b.to(dtype)
+    found, exact = executed_mma(ops, a, b, d), (d.double() + (a.double()[:, :, None] * b.double()).sum(1)).float()
+    torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2, equal_nan=True)
+    assert found.isinf().sum() > 16
+
+
 @pytest.mark.parametrize("matrices", [2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix(ops: Any, matrices: int, transposed: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_checks import cuda_program
+from test_simt import cut_sums, spread
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -110,6 +111,29 @@ def product(
 def test_products(ops: Any, monkeypatch: pytest.MonkeyPatch, variant: Any, sums: bool) -> None:
     """Of several problems in strided memory, with rows and a depth that are no whole tiles."""
     assert set(outcomes(monkeypatch, lambda: product(ops, variant, 72, 200, sums=sums, batches=2))) == {"right"}
+
+
+@variants
+@pytest.mark.parametrize("width", [0, 3, 12, 70])
+def test_sums_are_cut(ops: Any, variant: Any, width: int) -> None:
+    """Bit for bit as on 9.0, whatever the exponents."""
+    dtype, columns, registers, transpose_a, transpose_b = variant
+    half = dtype == F16
+    a, b = (spread(n, 100, dtype, min(width, 12) if half else width) for n in (70, columns))
+    if width == 0:
+        a[5:8], b[3:9] = 1.984375, 1.984375  # sums that 32 bits do not hold
+    out = torch.zeros(1, 1, 70, columns)
+    given = []
+    for x, transposed in ((a, transpose_a), (b, transpose_b)):
+        laid = x.mT if transposed else x
+        memory = torch.zeros(1, 1, laid.shape[0], laid.shape[1] + 8 - laid.shape[1] % 8, dtype=dtype)
+        given.append(memory[..., : laid.shape[1]].copy_(laid))
+    ops.product(*given, out, registers, transpose_a, transpose_b, FAULTS.index("none"))
+    deep = [torch.nn.functional.pad(x, (0, 12)) for x in (a, b)]  # whole blocks
+    assert torch.equal(
+        out[0, 0], cut_sums(deep[0], deep[1].mT, torch.zeros(70, columns), 16, 25, -14 if half else -126)
+    )
+    assert not torch.equal(out[0, 0], (a.double() @ b.double().mT).float())
 
 
 @variants

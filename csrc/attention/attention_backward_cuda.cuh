@@ -71,51 +71,29 @@ SK_DEVICE void load_rows(unsigned char* tile, int tile_rows, const T* from, int6
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// float32: tensor cores cut off what does not fit their running sum. So sums begin at zero every run of columns of a
-// score or kStep rows of a gradient, small terms apart from the large ones, and ordinary additions join them. Scores
-// have the forward's runs, and with them its bits: where a key takes all of a row, the errors of z and lse cancel.
-constexpr int score_run(int dim) { return dim > 128 ? 64 : 32; }
-constexpr int kGradRun = 16;
-
-// sums += large + small
-template <int N>
-SK_DEVICE void add_parts(float (*sums)[4], const float (&large)[N][4], const float (&small)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums[n][e] += large[n][e] + small[n][e];
-  }
-}
-
 // sums += left right^T: rows [row, row + 16 M) of one tile, [column, column + 8 N) of another, over `depth` columns.
-template <class T, int kDim, int kRun, int M, int N>
+template <class T, int kDim, int M, int N>
 SK_DEVICE void add_scores(float (&sums)[M][N][4], const unsigned char* left, int row, const unsigned char* right,
                           int column, int depth, bool tf32, int lane) {
   if constexpr (sizeof(T) == 4) {
     static_assert(M == 1, "float32 has registers for one");
-    constexpr int kWhole = kRun < 32 ? 32 : kRun;  // rows' pieces of 128 bytes
 #pragma unroll 1
-    for (int from = 0; from < depth; from += kWhole) {
+    for (int from = 0; from < depth; from += 32) {  // rows' pieces of 128 bytes
 #pragma unroll
-      for (int run = 0; run < kWhole; run += kRun) {
-        float large[N][4] = {}, small[N][4] = {};
+      for (int k = 0; k < 32; k += Operand<T>::kDepth) {
+        if (from + k >= depth) break;
+        uint32_t r[4];
+        Tile<T, kDim>::a(r, left, row, k, lane);
+        const A<T> a(r);
 #pragma unroll
-        for (int k = run; k < run + kRun; k += Operand<T>::kDepth) {
-          if (from + k >= depth) break;
-          uint32_t r[4];
-          Tile<T, kDim>::a(r, left, row, k, lane);
-          const A<T> a(r);
-#pragma unroll
-          for (int n = 0; n < N; n += 2) {
-            uint32_t b[4];
-            Tile<T, kDim>::b_rows(b, right, column + 8 * n, k, lane);
-            multiply<T>(large[n], large[n + 1], small[n], small[n + 1], a, b, tf32);
-          }
+        for (int n = 0; n < N; n += 2) {
+          uint32_t b[4];
+          Tile<T, kDim>::b_rows(b, right, column + 8 * n, k, lane);
+          multiply<T>(sums[0][n], sums[0][n + 1], a, b, tf32);
         }
-        add_parts(sums[0], large, small);
       }
-      left += kWhole * sizeof(T);
-      right += kWhole * sizeof(T);
+      left += 128;
+      right += 128;
     }
   } else {
 #pragma unroll(M == 1 ? 4 : 2)
@@ -140,44 +118,25 @@ template <class T, int kDim, int M, int N>
 SK_DEVICE void add_weighted(float (&sums)[M][kDim / 8][4], const float (&scores)[M][N][4], const unsigned char* tile,
                             int depth, int columns, bool tf32, int lane) {
   constexpr int kBlocks = Operand<T>::kDepth / 8, kTerms = N / kBlocks;  // blocks of 8 columns that make an operand
-  if constexpr (sizeof(T) == 4) {
-    A<T> a[kTerms];
+  A<T> a[M][kTerms];
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
 #pragma unroll
     for (int t = 0; t < kTerms; ++t) {
       uint32_t packed[4];
-      a_of_sums<T>(packed, scores[0][t], scores[0][t]);
-      a[t] = A<T>(packed);
+      a_of_sums<T>(packed, scores[m][t * kBlocks], scores[m][t * kBlocks + kBlocks - 1]);
+      a[m][t] = A<T>(packed);
     }
+  }
 #pragma unroll
-    for (int c = 0; c < kDim / 16; ++c) {
-      if (16 * c >= columns) break;
-      float large[2][4] = {}, small[2][4] = {};
+  for (int c = 0; c < kDim / 16; ++c) {
+    if (16 * c >= columns) break;
 #pragma unroll
-      for (int t = 0; t < kTerms; ++t) {
-        uint32_t b[4];
-        Tile<T, kDim>::b_columns(b, tile, 16 * c, depth + t * Operand<T>::kDepth, lane);
-        multiply<T>(large[0], large[1], small[0], small[1], a[t], b, tf32);
-      }
-      add_parts(&sums[0][2 * c], large, small);
-    }
-  } else {
-    uint32_t packed[M][kTerms][4];
+    for (int t = 0; t < kTerms; ++t) {
+      uint32_t b[4];
+      Tile<T, kDim>::b_columns(b, tile, 16 * c, depth + t * Operand<T>::kDepth, lane);
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-      for (int t = 0; t < kTerms; ++t)
-        a_of_sums<T>(packed[m][t], scores[m][t * kBlocks], scores[m][t * kBlocks + kBlocks - 1]);
-    }
-#pragma unroll
-    for (int c = 0; c < kDim / 16; ++c) {
-      if (16 * c >= columns) break;
-#pragma unroll
-      for (int t = 0; t < kTerms; ++t) {
-        uint32_t b[4];
-        Tile<T, kDim>::b_columns(b, tile, 16 * c, depth + t * Operand<T>::kDepth, lane);
-#pragma unroll
-        for (int m = 0; m < M; ++m) multiply<T>(sums[m][2 * c], sums[m][2 * c + 1], A<T>(packed[m][t]), b, tf32);
-      }
+      for (int m = 0; m < M; ++m) multiply<T>(sums[m][2 * c], sums[m][2 * c + 1], a[m][t], b, tf32);
     }
   }
 }

@@ -32,8 +32,7 @@
 // Bytes: keys x (D + Dv), once; and 8 Dv for a row and split. FLOP: 2 rows x keys x (D + Dv), rows rounded up to 16; at
 // 64 rows of bfloat16 that is 64 FLOP a byte.
 //
-// float32: sums of few products, 32 columns or 8 keys, are added by ordinary additions: tensor cores cut where those
-// round, and a long sum would feel it.
+// float32: products of 8 terms that begin at zero are added by ordinary additions (attention_mma_cuda.cuh).
 //
 // What was tried, judged by the compiler's reports for sm_90: all scores of a tile at once, with keys and values in
 // slots of their own and two barriers a tile. Of three blocks a multiprocessor every instance spilled, 72 bytes
@@ -86,8 +85,6 @@ struct Team {
 
   // Of 16 rows of the queries' tile with 16 of the keys'.
   SK_DEVICE void products(const unsigned char* keys, int group, int head_dim, int query_row, bool tf32, int lane) {
-    constexpr int kFold = sizeof(T) == 4 ? 32 : kDim;  // columns
-    float part[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[0][i] = scores[1][i] = 0;
 #pragma unroll
@@ -101,17 +98,7 @@ struct Team {
           Tile::a(raw, queries, query_row, k, lane);
         }
         Tile::b_rows(b, keys, group * 16, k, lane);
-        attention_mma::multiply<T>(part[0], part[1], attention_mma::A<T>(raw), b, tf32);
-      }
-      if ((k + kDepth) % kFold == 0) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            scores[n][i] += part[n][i];
-            part[n][i] = 0;
-          }
-        }
+        attention_mma::multiply<T>(scores[0], scores[1], attention_mma::A<T>(raw), b, tf32);
       }
     }
   }
@@ -178,17 +165,7 @@ struct Team {
         if (c >= value_dim) continue;
         uint32_t b[4];
         Tile::b_columns(b, values, c, group * 16 + step * kDepth, lane);
-        if constexpr (sizeof(T) == 2) {
-          attention_mma::multiply<T>(out[c / 8], out[c / 8 + 1], a, b, tf32);
-        } else {
-          float part[2][4] = {};
-          attention_mma::multiply<T>(part[0], part[1], a, b, tf32);
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) out[c / 8 + n][i] += part[n][i];
-          }
-        }
+        attention_mma::multiply<T>(out[c / 8], out[c / 8 + 1], a, b, tf32);
       }
     }
   }

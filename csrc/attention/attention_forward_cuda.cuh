@@ -31,9 +31,8 @@
 // the most negative finite number, which times log2(e) would be -inf. Of dropout's four-key counters each lane computes
 // every other one, and two lanes exchange halves.
 //
-// float32 takes three products of tf32 numbers for one (attention_mma_cuda.cuh). Tensor cores cut off what does not fit
-// their sums (Fasi et al. 2021), which over many keys would show: a block's sums begin at zero, the small terms apart
-// from the large ones, and are added to the scores and to the output by ordinary additions.
+// float32 takes three products of tf32 numbers for one, and every product of 8 terms begins at zero: tensor cores cut
+// off what does not fit their sums, which over many keys would show (attention_mma_cuda.cuh).
 //
 // What was tried, judged by the compiler's reports (no speed has been measured yet):
 // - options looked up score by score, with 64 scores a lane: four times the instructions, a minute of compilation for

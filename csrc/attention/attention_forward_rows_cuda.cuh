@@ -98,11 +98,6 @@ struct Rows {
   // score += the columns [kFrom, kTo) of the summed index.
   template <int kFrom, int kTo>
   SK_DEVICE void add_scores(const unsigned char* query, const unsigned char* key, int row, int lane, bool tf32) {
-    float sum[kM][kKeys / 8][4], rest[kM][kKeys / 8][4];  // of float32
-    if constexpr (kWide) {
-      clear(sum);
-      clear(rest);
-    }
 #pragma unroll
     for (int depth = kFrom; depth < kTo; depth += kDepth) {
       uint32_t a[kM][4];
@@ -113,24 +108,9 @@ struct Rows {
         uint32_t b[4];
         Tile::b_rows(b, key, 16 * n, depth, lane);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          const attention_mma::A<T> left(a[m]);
-          if constexpr (kWide) {
-            attention_mma::multiply<T>(sum[m][2 * n], sum[m][2 * n + 1], rest[m][2 * n], rest[m][2 * n + 1], left, b,
-                                       tf32);
-          } else {
-            attention_mma::multiply<T>(score[m][2 * n], score[m][2 * n + 1], left, b, tf32);
-          }
-        }
+        for (int m = 0; m < kM; ++m)
+          attention_mma::multiply<T>(score[m][2 * n], score[m][2 * n + 1], attention_mma::A<T>(a[m]), b, tf32);
       }
-    }
-    if constexpr (kWide) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) score[m][n][e] += sum[m][n][e] + rest[m][n][e];
     }
   }
 
@@ -151,33 +131,15 @@ struct Rows {
   template <int kFrom, int kTo>
   SK_DEVICE void add_values(const attention_mma::A<T> (&weight)[kSteps][kM], const unsigned char* value, int lane,
                             bool tf32) {
-    if constexpr (kWide) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int n = kFrom / 16; n < kTo / 16; ++n) {
-        float sum[2][4] = {}, rest[2][4] = {};
+        uint32_t b[4];
+        Tile::b_columns(b, value, 16 * n, k * kDepth, lane);
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          uint32_t b[4];
-          Tile::b_columns(b, value, 16 * n, k * kDepth, lane);
-          attention_mma::multiply<T>(sum[0], sum[1], rest[0], rest[1], weight[k][0], b, tf32);
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          out[0][2 * n][e] += sum[0][e] + rest[0][e];
-          out[0][2 * n + 1][e] += sum[1][e] + rest[1][e];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-        for (int n = kFrom / 16; n < kTo / 16; ++n) {
-          uint32_t b[4];
-          Tile::b_columns(b, value, 16 * n, k * kDepth, lane);
-#pragma unroll
-          for (int m = 0; m < kM; ++m)
-            attention_mma::multiply<T>(out[m][2 * n], out[m][2 * n + 1], weight[k][m], b, tf32);
-        }
+        for (int m = 0; m < kM; ++m)
+          attention_mma::multiply<T>(out[m][2 * n], out[m][2 * n + 1], weight[k][m], b, tf32);
       }
     }
   }

@@ -127,8 +127,8 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
       float score[M][N][4], grad[M][N][4];
       clear(score);
       clear(grad);
-      add_scores<T, kDim, score_run(kDim)>(score, key, warp_row, query, c, D, call.tf32, lane);
-      if constexpr (kKeys) add_scores<T, kDim, kGradRun>(grad, value, warp_row, grad_out, c, DV, call.tf32, lane);
+      add_scores<T, kDim>(score, key, warp_row, query, c, D, call.tf32, lane);
+      if constexpr (kKeys) add_scores<T, kDim>(grad, value, warp_row, grad_out, c, DV, call.tf32, lane);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         if constexpr (kOptions && sizeof(T) == 4) __syncwarp();  // keeps the blocks apart, whose masks take registers

@@ -68,15 +68,11 @@ SK_DEVICE void grad_mask_tile(const AttentionBackwardCuda& p, const AttentionTil
       if (slice + 1 < all_slices) load(slice + 1, (slice + 1) % 2);
       const unsigned char *left = memory + slice % 2 * 2 * kTile, *right = left + kTile;
       if (slice < slices) {
-        const int depth = min(kMaskSlice, D - slice * kMaskSlice);
-        if (sizeof(T) == 4 && max(D, DV) > 128) {
-          add_scores<T, kMaskSlice, score_run(256)>(score, left, row, right, column, depth, call.tf32, lane);
-        } else {
-          add_scores<T, kMaskSlice, score_run(128)>(score, left, row, right, column, depth, call.tf32, lane);
-        }
+        add_scores<T, kMaskSlice>(score, left, row, right, column, min(kMaskSlice, D - slice * kMaskSlice), call.tf32,
+                                  lane);
       } else {
-        add_scores<T, kMaskSlice, kGradRun>(grad, left, row, right, column,
-                                            min(kMaskSlice, DV - (slice - slices) * kMaskSlice), call.tf32, lane);
+        add_scores<T, kMaskSlice>(grad, left, row, right, column, min(kMaskSlice, DV - (slice - slices) * kMaskSlice),
+                                  call.tf32, lane);
       }
     }
     const AttentionHead head = head_of(call, s, h);

@@ -145,8 +145,8 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
       float score[M][N][4], grad[M][N][4];
       clear(score);
       clear(grad);
-      add_scores<T, kDim, score_run(kDim)>(score, query, warp_row, key, c, D, call.tf32, lane);
-      add_scores<T, kDim, kGradRun>(grad, grad_out, warp_row, value, c, DV, call.tf32, lane);
+      add_scores<T, kDim>(score, query, warp_row, key, c, D, call.tf32, lane);
+      add_scores<T, kDim>(grad, grad_out, warp_row, value, c, DV, call.tf32, lane);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll

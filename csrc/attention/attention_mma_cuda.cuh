@@ -6,9 +6,11 @@
 // form has no such twin: there float32 is read element by element.
 //
 // float32 by tensor cores: x = hi + lo with both in tf32, and a b = a_hi b_lo + a_lo b_hi + a_hi b_hi, small terms
-// first, leaves out a_lo b_lo, some 2^-22 of the product (3xTF32: Ootomo & Yokota 2022). Scores that become operands
-// go from the accumulator's layout to the operand's without a shuffle: the order of the summed index is free, so lane
-// q's accumulator columns 2q and 2q + 1 take the places q and q + 4, and the other operand's rows follow.
+// first, leaves out a_lo b_lo, some 2^-22 of the product (3xTF32: Ootomo & Yokota 2022). Tensor cores cut off what does
+// not fit their sums (Fasi et al. 2021), always towards zero, which in a long sum would show: so every product begins
+// at zero, its three parts one after the other, and is added to the sum by ordinary additions. Scores that become
+// operands go from the accumulator's layout to the operand's without a shuffle: the order of the summed index is free,
+// so lane q's accumulator columns 2q and 2q + 1 take the places q and q + 4, and the other operand's rows follow.
 #pragma once
 
 #include "cuda_device.cuh"
@@ -140,16 +142,15 @@ struct A<float> {
   }
 };
 
-// left (16 x 8), right (16 x 8) += a b, with b of 16 columns as Tile gives it; of float32 the small terms go to
-// `left_rest` and `right_rest`, which may be left and right. tf32 concerns float32 only.
+// left (16 x 8), right (16 x 8) += a b, with b of 16 columns as Tile gives it. tf32 concerns float32 only.
 template <class T>
-SK_DEVICE void multiply(float (&left)[4], float (&right)[4], float (&left_rest)[4], float (&right_rest)[4],
-                        const A<T>& a, const uint32_t (&b)[4], bool tf32) {
+SK_DEVICE void multiply(float (&left)[4], float (&right)[4], const A<T>& a, const uint32_t (&b)[4], bool tf32) {
   if constexpr (sizeof(T) == 2) {
     const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
     mma_16816<T>(left, a.all, b0);
     mma_16816<T>(right, a.all, b1);
   } else {
+    float part0[4] = {}, part1[4] = {};
     uint32_t high[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) high[n] = to_tf32(device_bits<float>(b[n]));
@@ -157,18 +158,19 @@ SK_DEVICE void multiply(float (&left)[4], float (&right)[4], float (&left_rest)[
     if (!tf32) {
       const uint32_t l0[2] = {tf32_rest(b[0], high[0]), tf32_rest(b[1], high[1])};
       const uint32_t l1[2] = {tf32_rest(b[2], high[2]), tf32_rest(b[3], high[3])};
-      mma_1688_tf32(left_rest, a.high, l0);
-      mma_1688_tf32(right_rest, a.high, l1);
-      mma_1688_tf32(left_rest, a.low, h0);
-      mma_1688_tf32(right_rest, a.low, h1);
+      mma_1688_tf32(part0, a.high, l0);
+      mma_1688_tf32(part1, a.high, l1);
+      mma_1688_tf32(part0, a.low, h0);
+      mma_1688_tf32(part1, a.low, h1);
     }
-    mma_1688_tf32(left, a.high, h0);
-    mma_1688_tf32(right, a.high, h1);
+    mma_1688_tf32(part0, a.high, h0);
+    mma_1688_tf32(part1, a.high, h1);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      left[e] += part0[e];
+      right[e] += part1[e];
+    }
   }
-}
-template <class T>
-SK_DEVICE void multiply(float (&left)[4], float (&right)[4], const A<T>& a, const uint32_t (&b)[4], bool tf32) {
-  multiply<T>(left, right, left, right, a, b, tf32);
 }
 
 }  // namespace attention_mma

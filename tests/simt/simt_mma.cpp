@@ -1,11 +1,13 @@
 // ldmatrix, mma.sync and the warp's shuffles: what the last lane to come computes for all of them.
 //
 // The layouts are those of the PTX documentation, "Matrix Fragments for mma.m16n8k16 with floating point type" and
-// "mma.m16n8k8"; with group = lane / 4 and q = lane % 4 they are written out where they are used.
+// "mma.m16n8k8"; with group = lane / 4 and q = lane % 4 they are written out where they are used. Sums are cut as
+// tensor cores of 8.0 cut them (simt_product.h).
 #include <cmath>
 #include <cstring>
 
 #include "cuda_device.cuh"
+#include "simt_product.h"
 
 namespace simt {
 
@@ -16,16 +18,6 @@ float of_f16(uint32_t bits) { return seqkern::widen(seqkern::Half{static_cast<ui
 float of_tf32(uint32_t bits) { return bits_to<float>(bits & 0xFFFFE000u); }  // the low bits are not looked at
 
 const Mma& lane_of(const Warp& warp, int lane) { return *static_cast<const Mma*>(warp.lane[lane]->payload); }
-
-// d += a b, in float32, by ascending k.
-template <int K>
-void multiply(const float (&a)[16][K], const float (&b)[K][8], float (&d)[16][8]) {
-  for (int m = 0; m < 16; ++m) {
-    for (int k = 0; k < K; ++k) {
-      for (int n = 0; n < 8; ++n) d[m][n] += a[m][k] * b[k][n];
-    }
-  }
-}
 
 // c0, c1: row group, columns 2 q and 2 q + 1. c2, c3: row group + 8.
 void load_sums(const Warp& warp, float (&d)[16][8]) {
@@ -39,38 +31,48 @@ void store_sums(const Warp& warp, const float (&d)[16][8]) {
   }
 }
 
+// The sums of all lanes += a b, in blocks of half of k.
+template <int K>
+void multiply_all(const Warp& warp, Operand<16, K>& a, Operand<K, 8>& b, int least_exponent) {
+  float d[16][8];
+  load_sums(warp, d);
+  a.find_powers(least_exponent);
+  b.find_powers(least_exponent);
+  multiply<K / 2, 24>(a, b, 8, d[0]);
+  store_sums(warp, d);
+}
+
 // Elements a0 ... a7, two in a register: row = group for a0 a1 a4 a5, group + 8 for the others; column = 2 q + (i & 1)
 // for i < 4, and 8 more from there on. b0 ... b3: row = 2 q + (i & 1), and 8 more for i >= 2; column = group.
-template <float (*of)(uint32_t)>
+template <float (*of)(uint32_t), int kLeast>
 void mma_16816(Warp& warp, unsigned) {
-  float a[16][16], b[16][8], d[16][8];
+  Operand<16, 16> a;
+  Operand<16, 8> b;
   for (int lane = 0; lane < 32; ++lane) {
     const Mma& in = lane_of(warp, lane);
     const int group = lane / 4, q = lane % 4;
     for (int i = 0; i < 8; ++i) {
       const bool upper = i < 2 || (i >= 4 && i < 6);
-      a[upper ? group : group + 8][q * 2 + (i & 1) + (i >= 4 ? 8 : 0)] = of(in.a[i / 2] >> (i & 1) * 16 & 0xFFFF);
+      a.value[upper ? group : group + 8][q * 2 + (i & 1) + (i >= 4 ? 8 : 0)] = of(in.a[i / 2] >> (i & 1) * 16 & 0xFFFF);
     }
-    for (int i = 0; i < 4; ++i) b[q * 2 + (i & 1) + (i >= 2 ? 8 : 0)][group] = of(in.b[i / 2] >> (i & 1) * 16 & 0xFFFF);
+    for (int i = 0; i < 4; ++i)
+      b.value[q * 2 + (i & 1) + (i >= 2 ? 8 : 0)][group] = of(in.b[i / 2] >> (i & 1) * 16 & 0xFFFF);
   }
-  load_sums(warp, d);
-  multiply<16>(a, b, d);
-  store_sums(warp, d);
+  multiply_all(warp, a, b, kLeast);
 }
 
 // a0 ... a3: row = group for a0 and a2, group + 8 for a1 and a3; column = q for a0 and a1, q + 4 for a2 and a3.
 // b0, b1: row = q and q + 4, column = group.
 void mma_1688(Warp& warp, unsigned) {
-  float a[16][8], b[8][8], d[16][8];
+  Operand<16, 8> a;
+  Operand<8, 8> b;
   for (int lane = 0; lane < 32; ++lane) {
     const Mma& in = lane_of(warp, lane);
     const int group = lane / 4, q = lane % 4;
-    for (int i = 0; i < 4; ++i) a[i % 2 == 0 ? group : group + 8][i < 2 ? q : q + 4] = of_tf32(in.a[i]);
-    for (int i = 0; i < 2; ++i) b[i == 0 ? q : q + 4][group] = of_tf32(in.b[i]);
+    for (int i = 0; i < 4; ++i) a.value[i % 2 == 0 ? group : group + 8][i < 2 ? q : q + 4] = of_tf32(in.a[i]);
+    for (int i = 0; i < 2; ++i) b.value[i == 0 ? q : q + 4][group] = of_tf32(in.b[i]);
   }
-  load_sums(warp, d);
-  multiply<8>(a, b, d);
-  store_sums(warp, d);
+  multiply_all(warp, a, b, kLeastExponent);
 }
 
 // Lane l names row l % 8 of matrix l / 8; register m of lane l receives the elements 2 (l % 4) and the next of row
@@ -120,8 +122,8 @@ void ballot_all(Warp& warp, unsigned mask) {
 void warp_mma(MmaKind kind, float* d, const uint32_t* a, const uint32_t* b, const Place& at) {
   Mma payload = {d, a, b};
   switch (kind) {
-    case MmaKind::bf16: return collective("mma_16816<BFloat16>", ~0u, mma_16816<of_bf16>, &payload, at);
-    case MmaKind::f16: return collective("mma_16816<Half>", ~0u, mma_16816<of_f16>, &payload, at);
+    case MmaKind::bf16: return collective("mma_16816<BFloat16>", ~0u, mma_16816<of_bf16, kLeastExponent>, &payload, at);
+    case MmaKind::f16: return collective("mma_16816<Half>", ~0u, mma_16816<of_f16, kLeastHalfExponent>, &payload, at);
     case MmaKind::tf32: return collective("mma_1688_tf32", ~0u, mma_1688, &payload, at);
   }
 }

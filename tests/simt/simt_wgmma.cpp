@@ -1,7 +1,8 @@
-// wgmma: who calls it, what it reads, and when. See simt_hopper.h.
+// wgmma: who calls it, what it reads, and when. See simt_hopper.h; and simt_product.h for what it computes.
 #include <cstring>
 
 #include "simt_async.h"
+#include "simt_product.h"
 
 namespace simt {
 
@@ -76,29 +77,26 @@ void run_product(Block& block, size_t number) {
   Product& p = *group.products[group.done];
   const int n = p.kind.n;
   const bool half = p.kind.half;
-  static float a[64][16], b[16][256];
+  static Operand<64, 16> a;
+  static Operand<16, 256> b;
+  const int least = half ? kLeastHalfExponent : kLeastExponent;
   race_actor(block.first_actor + number, p.past, &p.clock);
   if (p.kind.registers) {
-    memcpy(a, p.a.data(), sizeof(a));
+    memcpy(a.value, p.a.data(), sizeof(a.value));
   } else {
     read_operand(block, p, number, "a", p.kind.a, p.kind.transpose_a, 64, [&](int row, int k, const uint16_t* e) {
-      for (int i = 0; i < 8; ++i) (p.kind.transpose_a ? a[k + i][row] : a[row][k + i]) = value(half, e[i]);
+      for (int i = 0; i < 8; ++i) (p.kind.transpose_a ? a.value[k + i][row] : a.value[row][k + i]) = value(half, e[i]);
     });
   }
   read_operand(block, p, number, "b", p.kind.b, p.kind.transpose_b, n, [&](int row, int k, const uint16_t* e) {
-    for (int i = 0; i < 8; ++i) (p.kind.transpose_b ? b[row][k + i] : b[k + i][row]) = value(half, e[i]);
+    for (int i = 0; i < 8; ++i) (p.kind.transpose_b ? b.value[row][k + i] : b.value[k + i][row]) = value(half, e[i]);
   });
   race_actor_end();
   float* sums = p.sums->values.data();
   if (!p.kind.accumulate) memset(sums, 0, p.sums->values.size() * sizeof(float));
-  for (int row = 0; row < 64; ++row) {
-    float* to = sums + row * n;
-    for (int k = 0; k < 16; ++k) {
-      const float x = a[row][k];
-      const float* y = b[k];
-      for (int column = 0; column < n; ++column) to[column] += x * y[column];
-    }
-  }
+  a.find_powers(least);
+  b.find_powers(least);
+  multiply<16, 25>(a, b, n, sums);
   p.done = true;
   p.sums = nullptr;  // who has not waited yet has it too
   p.a = {};
