@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import CASES, Case, as_type, build, formula, sample, spoil
+from attention_cases import CASES, Case, as_type, build, formula, lse_report, out_report, sample, spoil
 from cuda_checks import assert_passed, assert_same_digest, checks_of, gpu_bits_test, gpu_test, print_digest, run_words
 from torch import Tensor
 
@@ -49,8 +49,8 @@ def check(case: Case, device: str, seed: int = 0, spoiled: bool = False) -> tupl
     exact_out, exact_lse, _ = formula(**as_type(arguments, torch.float64))
     peer_out = formula(**as_type(arguments, case.dtype))[0]
     peer_lse = formula(**as_type(arguments, F32))[1]
-    reports = [compare(out, peer_out, exact_out, name="out"), compare(lse, peer_lse, exact_lse, name="lse")]
-    assert_passed(reports, case)
+    about_lse = lse_report(lse, peer_lse, exact_lse, arguments["query"], arguments["key"], case.scale)
+    assert_passed([out_report(out, peer_out, exact_out), about_lse], case)
     return out, lse
 
 
