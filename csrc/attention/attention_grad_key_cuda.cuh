@@ -14,10 +14,9 @@
 //
 // At head dim 64 a warp of a plain call owns 32 keys, 16 queries a step: 32 queries spilled 32 bytes.
 //
-// The walk. A tile is 128 keys, and the whole group of heads is its work: under a causal mask the first keys are the
-// longest, and with a window on the left alone the last. A batch of 16384 tokens with 2048 / D key heads, plain, on 132
-// multiprocessors: 15.5 rounds of tiles at D 64 and 128, 7.8 at 256; of a fourth as many key heads 3.9 and 1.9, where a
-// walk and a plain grid both leave multiprocessors idle at the end.
+// The walk. A tile is 128 keys (64 or 32 where memory is short), and the whole group of heads is its work: under a
+// causal mask the first keys are the longest, and with a window on the left alone the last. A batch of 16384 tokens
+// with 2048 / D key heads, plain, on 132 multiprocessors: 15.5 rounds of tiles at D 64 and 128, 7.8 at 256.
 #pragma once
 
 #include "attention_backward_cuda.cuh"

@@ -17,9 +17,10 @@
 // place was kept for the results, and 32 on sm_80 as long as the compiler could compute what depends on a thread's or a
 // row's number ahead of the loops: `unknown` forbids it.
 //
-// The walk. A tile is 128 queries (64 where memory is short), of one or two blocks of threads on a multiprocessor. A
-// batch of 16384 tokens with 2048 / D heads, plain, on 132 multiprocessors: 15.5 rounds of tiles at D 64, 7.8 at 128
-// and 256; under a causal mask a tile has from 1 / 64 of the longest one's chunks to all of them at 8192 rows.
+// The walk. A tile is 128 queries (64 or 32 where memory is short), of one or two blocks of threads on a
+// multiprocessor. A batch of 16384 tokens with 2048 / D heads, plain, on 132 multiprocessors: 15.5 rounds of tiles at D
+// 64, 7.8 at 128 and 256; under a causal mask a tile has from 1 / 64 of the longest one's chunks to all of them at 8192
+// rows.
 #pragma once
 
 #include "attention_backward_cuda.cuh"
