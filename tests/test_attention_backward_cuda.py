@@ -227,6 +227,8 @@ HERE = Path(__file__)
 
 # ---- in the host executor ------------------------------------------------------------------------------------------
 
+SMALL = [f"shared={99 << 10}", "multiprocessors=1"]  # blocks with many tiles
+
 
 def test_executor_options(simt):
     simt(HERE, "check_options", "check_dims", sanitize=False, seed=1)
@@ -241,26 +243,27 @@ def test_executor_sanitized(simt):
 
 
 def test_executor_same_bits(simt):
-    """For every schedule, and every size of shared memory, so of the tiles."""
+    """For every schedule, every grid and every size of shared memory, so of the tiles."""
     shared = ["shared=101376", "check_digest", "shared=166912", "check_digest", "shared=232448", "check_digest"]
-    assert_same_digest(simt(HERE, "seed=1", *shared, "seed=2", "check_digest", sanitize=False), 4)
+    words = ["seed=1", *shared, "seed=2", "check_digest", *SMALL, "check_digest"]
+    assert_same_digest(simt(HERE, *words, sanitize=False), 5)
 
 
 def test_executor_finds_no_race(simt):
-    simt(HERE, "check_digest", seed=7, race=True)
+    simt(HERE, "check_digest", *SMALL, "check_digest", seed=7, race=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [101376, 166912, 232448])
+@pytest.mark.parametrize(("shared", "multiprocessors"), [(101376, 1), (166912, 4), (232448, 4)])
 @pytest.mark.parametrize("check", ["check_all_options", "check_all_dims", "check_all_floats", "check_more_samples"])
-def test_executor_everything(check, shared, simt):
-    simt(HERE, check, shared=shared, seed=shared % 7)
+def test_executor_everything(check, shared, multiprocessors, simt):
+    simt(HERE, check, shared=shared, multiprocessors=multiprocessors, seed=shared % 7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [101376, 232448])
-def test_executor_finds_no_race_anywhere(shared, simt):
-    simt(HERE, *QUICK, seed=8, shared=shared, race=True)
+@pytest.mark.parametrize(("shared", "multiprocessors"), [(101376, 4), (232448, 1)])
+def test_executor_finds_no_race_anywhere(shared, multiprocessors, simt):
+    simt(HERE, *QUICK, seed=8, shared=shared, multiprocessors=multiprocessors, race=True)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

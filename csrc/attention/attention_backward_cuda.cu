@@ -1,7 +1,6 @@
 // Launches the passes of attention's backward on CUDA. Which instances there are: `with_instance`. What a block's
 // tiles look like: `plan_of`.
 #include <algorithm>
-#include <climits>
 #include <tuple>
 
 #include "attention_grad_key_cuda.cuh"
@@ -33,7 +32,7 @@ Plan plan_of(const CudaDevice& device, int row_bytes, int warp_rows, int step, i
       if (columns < step || columns > 32 * warps) continue;
       for (int places : {2, 1}) {
         const int rows = warps * warp_rows;
-        const size_t bytes = static_cast<size_t>(row_bytes) * (owned * rows + 2 * places * columns) +
+        const size_t bytes = kWalkBytes + static_cast<size_t>(row_bytes) * (owned * rows + 2 * places * columns) +
                              sizeof(float) * 2 * numbers * columns;
         if (bytes > static_cast<size_t>(device.shared_per_block)) continue;
         const int blocks = std::min<int>(8 / warps, static_cast<int>(all / (bytes + reserved)));
@@ -59,11 +58,6 @@ Plan key_plan(const CudaDevice& device) {
                  kWhat == kValue ? 1 : 2, 2);
 }
 
-unsigned grid_of(const char* op, int64_t tiles) {
-  SK_CHECK(tiles <= INT_MAX, op, ": more tiles than a grid has blocks, ", tiles);
-  return static_cast<unsigned>(tiles);
-}
-
 // ---- passes --------------------------------------------------------------------------------------------------------
 
 struct Launch {
@@ -73,9 +67,22 @@ struct Launch {
 
   const AttentionCuda& c() const { return p.call; }
   int group() const { return c().heads / c().kv_heads; }
+  bool later() const { return last_queries_see_most(c().low, c().high); }
   template <class T>
   int64_t row_bytes() const {
     return static_cast<int64_t>(sizeof(T)) * (c().head_dim + c().value_dim);
+  }
+
+  // gaps: whether the kernel also writes packed rows that no sequence has, which any grid does.
+  template <class... P>
+  void walk(void (*kernel)(P...), int warps, size_t bytes, bool gaps, const AttentionOrder& order,
+            P... arguments) const {
+    LaunchShape shape{dim3(1), dim3(static_cast<unsigned>(32 * warps)), bytes};
+    const int resident = resident_blocks(call.op, reinterpret_cast<const void*>(kernel), shape);
+    SK_CHECK(resident > 0, call.op, ": the kernel needs ", bytes, " bytes of shared memory, the device has ",
+             device.shared_per_block);
+    shape.grid = dim3(attention_grid(order, resident, device.multiprocessors, gaps));
+    launch(call.op, kernel, shape, call.stream, arguments...);
   }
 
   template <class T, int kDim, bool kOptions>
@@ -83,9 +90,9 @@ struct Launch {
     constexpr int kRows = 16 * kQueryTiles<T, kDim, kOptions>;
     const Plan plan = query_plan<T, kDim, kOptions>(device);
     const AttentionOrder order = attention_order(c().sequences, c().heads, group(), c().max_queries, plan.warps * kRows,
-                                                 c().max_keys * row_bytes<T>(), true, device.architecture);
-    const LaunchShape shape{dim3(grid_of(call.op, order.pairs * order.blocks)), dim3(32 * plan.warps), plan.bytes};
-    launch(call.op, grad_query_kernel<T, kDim, kOptions>, shape, call.stream, p, order, plan.tiles);
+                                                 c().max_keys * row_bytes<T>(), later(), device.architecture);
+    walk(grad_query_kernel<T, kDim, kOptions>, plan.warps, plan.bytes, c().query_starts.data != nullptr, order, p,
+         order, plan.tiles);
   }
 
   template <class T, int kDim, bool kOptions, int kWhat>
@@ -94,17 +101,21 @@ struct Launch {
     const Plan plan = key_plan<T, kDim, kOptions, kWhat>(device);
     const AttentionOrder order =
         attention_order(c().sequences, c().kv_heads, 1, c().max_keys, plan.warps * kRows,
-                        c().max_queries * row_bytes<T>() * group(), false, device.architecture);
-    const LaunchShape shape{dim3(grid_of(call.op, order.pairs * order.blocks)), dim3(32 * plan.warps), plan.bytes};
-    launch(call.op, grad_key_kernel<T, kDim, kOptions, kWhat>, shape, call.stream, p, order, plan.tiles);
+                        c().max_queries * row_bytes<T>() * group(), !later(), device.architecture);
+    walk(grad_key_kernel<T, kDim, kOptions, kWhat>, plan.warps, plan.bytes, c().key_starts.data != nullptr, order, p,
+         order, plan.tiles);
   }
 
   template <class T>
   void grad_mask() const {
-    const auto blocks = [](int rows) { return (rows + kMaskRows - 1) / kMaskRows; };
-    const int64_t tiles = int64_t{p.mask_sequences} * p.mask_heads * blocks(c().max_queries) * blocks(c().max_keys);
-    const LaunchShape shape{dim3(grid_of(call.op, tiles)), dim3(256), static_cast<size_t>(kMaskBytes<T>)};
-    launch(call.op, grad_mask_kernel<T>, shape, call.stream, p);
+    // Blocks of keys stand for heads: those of a row of queries are next to each other, and of the row that sees most
+    // all are first.
+    const int masks = p.mask_sequences * p.mask_heads, keys = (c().max_keys + kMaskRows - 1) / kMaskRows;
+    const int64_t sharers = std::max<int64_t>(1, int64_t{c().sequences} * c().heads / std::max(1, masks));
+    const AttentionOrder order = attention_order(
+        masks, keys, keys, c().max_queries, kMaskRows,
+        sharers * (int64_t{c().max_queries} + c().max_keys / group()) * row_bytes<T>(), later(), device.architecture);
+    walk(grad_mask_kernel<T>, kMostThreads / 32, kWalkBytes + kMaskBytes<T>, false, order, p, order);
   }
 
   template <class T, int kDim, bool kOptions>

@@ -14,6 +14,11 @@
 // P and dS are operands of the next products as they lie (a_of_sums). How many warps, how long the chunks and how many
 // places are numbers of the launch (GradTiles), so that one instance serves every size of shared memory.
 //
+// Every kernel is a persistent grid that walks its tiles, the longest first, as the forward pass does
+// (attention_schedule_cuda.cuh), and is done with one when it begins the next. There is no pass of equal tiles: delta
+// is made where queries are owned, and rows of packed results that no sequence has are shared among the blocks at the
+// end.
+//
 // kOptions false is a call without options on the scores: one multiply-add and one power of two for each. A warp then
 // also asks for its own steps whether they are visible at all, in part, or whole: only in the second case positions
 // are compared.

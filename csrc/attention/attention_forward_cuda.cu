@@ -31,17 +31,13 @@ void run(const AttentionCall& call, const AttentionForwardCuda& forward) {
            device.shared_per_block);
   shape.shared_bytes = S::bytes(stages);
   const int64_t bytes = int64_t{c.max_keys} * (c.head_dim + c.value_dim) * static_cast<int64_t>(sizeof(T));
-  // Later queries see more keys, but for a window that ends at the last key.
-  const bool descending = c.high != kAttentionFar || c.low == -kAttentionFar;
   const Arguments arguments{forward,
                             attention_order(c.sequences, c.heads, c.heads / c.kv_heads, c.max_queries, S::kRows, bytes,
-                                            descending, device.architecture),
+                                            last_queries_see_most(c.low, c.high), device.architecture),
                             stages};
-  const int64_t grid =
-      std::min(arguments.order.pairs * arguments.order.blocks, int64_t{resident} * device.multiprocessors);
   // Packed rows that no sequence has are written by any grid.
-  if (grid == 0 && c.query_starts.data == nullptr) return;
-  shape.grid = dim3(static_cast<unsigned>(std::max<int64_t>(1, grid)));
+  const bool gaps = c.query_starts.data != nullptr;
+  shape.grid = dim3(attention_grid(arguments.order, resident, device.multiprocessors, gaps));
   launch(call.op, kernel, shape, call.stream, arguments);
 }
 

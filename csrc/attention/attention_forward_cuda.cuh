@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
   for (int round = 0; (index = tile_of_round(round)) < p.order.tiles(); ++round) {
     __syncthreads();  // the memory is free: the tile before is stored
     if (thread == 0) {
-      const AttentionTile tile = p.order.at(index);
+      const AttentionTile tile = p.order.walked(index);
       const AttentionPlace at = place_of(c, tile.sequence);
       const int query0 = tile.block * S::kRows;
       const int kv_head = tile.head / (c.heads / c.kv_heads);

@@ -136,7 +136,7 @@ SK_DEVICE void for_tiles(const Forward& p, const F& f) {
   for (int round = 0; round < p.rounds; ++round) {
     const int64_t index = tile_of_round(round);
     if (index >= p.order.tiles()) continue;
-    const AttentionTile tile = p.order.at(index);
+    const AttentionTile tile = p.order.walked(index);
     const AttentionPlace at = place_of(p.forward.call, tile.sequence);
     if (tile.block * kRows < at.queries) f(tile, at, tile.block * kRows);
   }

@@ -13,6 +13,10 @@
 // columns in two passes would be six products.
 //
 // At head dim 64 a warp of a plain call owns 32 keys, 16 queries a step: 32 queries spilled 32 bytes.
+//
+// The walk. A tile is 128 keys (64 or 32 where memory is short), and the whole group of heads is its work: under a
+// causal mask the first keys are the longest, and with a window on the left alone the last. A batch of 16384 tokens
+// with 2048 / D key heads, plain, on 132 multiprocessors: 15.5 rounds of tiles at D 64 and 128, 7.8 at 256.
 #pragma once
 
 #include "attention_backward_cuda.cuh"
@@ -30,16 +34,14 @@ template <class T, int kDim, bool kOptions>
 constexpr int kKeyStep = sizeof(T) == 4 || kKeyTiles<T, kDim, kOptions> == 2 || (kOptions && kDim > 64) ? 16 : 32;
 
 template <class T, int kDim, bool kOptions, int kWhat>
-__global__ void __launch_bounds__(kMostThreads, 1)
-    grad_key_kernel(const AttentionBackwardCuda p, const AttentionOrder order, const GradTiles tiles) {
+SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile& tile, const GradTiles& tiles,
+                             unsigned char* memory) {
   constexpr bool kKeys = kWhat != kValue, kValues = kWhat != kKey;
   constexpr int M = kKeyTiles<T, kDim, kOptions>, kStep = kKeyStep<T, kDim, kOptions>, N = kStep / 8,
                 kRow = Tile<T, kDim>::kRowBytes;
-  SK_SHARED(memory);
   const AttentionCuda& call = p.call;
   const int threads = blockDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int block_rows = threads / 32 * 16 * M, columns = tiles.columns;
-  const AttentionTile tile = order.at(blockIdx.x);
   const int s = tile.sequence, hk = tile.head, key0 = tile.block * block_rows;
   const AttentionPlace at = place_of(call, s);
   const int D = call.head_dim, DV = call.value_dim, group = call.heads / call.kv_heads;
@@ -183,10 +185,21 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     store_rows<T, kDim, M>(p.grad_value, to.batch, hk, to.key_row, j0, to.key_rows, to.keys, DV, value_sums, scale,
                            lane);
   }
+}
+
+template <class T, int kDim, bool kOptions, int kWhat>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    grad_key_kernel(const AttentionBackwardCuda p, const AttentionOrder order, const GradTiles tiles) {
+  SK_SHARED(memory);
+  walk_tiles(order, memory, [&](const AttentionTile& tile) {
+    grad_key_tile<T, kDim, kOptions, kWhat>(p, tile, tiles, memory + kWalkBytes);
+  });
+  const AttentionCuda& call = p.call;
   if (call.key_starts.data != nullptr) {
-    if constexpr (kKeys) zero_gaps<T>(call.key_starts, call.sequences, call.key_rows, p.grad_key, call.kv_heads, D);
-    if constexpr (kValues)
-      zero_gaps<T>(call.key_starts, call.sequences, call.key_rows, p.grad_value, call.kv_heads, DV);
+    if constexpr (kWhat != kValue)
+      zero_gaps<T>(call.key_starts, call.sequences, call.key_rows, p.grad_key, call.kv_heads, call.head_dim);
+    if constexpr (kWhat != kKey)
+      zero_gaps<T>(call.key_starts, call.sequences, call.key_rows, p.grad_value, call.kv_heads, call.value_dim);
   }
 }
 
