@@ -42,7 +42,8 @@ SK_DEVICE void grad_mask_tile(const AttentionBackwardCuda& p, const AttentionTil
   for (int sharer = 0; sharer < sequences * heads; ++sharer) {
     const int s = s0 + sharer / heads, h = h0 + sharer % heads, hk = h / (call.heads / call.kv_heads);
     const AttentionPlace at = place_of(call, s);
-    if (!seen_of(at, query0, min(kMaskRows, at.queries - query0), key0, kMaskRows).any) continue;
+    const Seen seen = seen_of(at, query0, min(kMaskRows, at.queries - query0), key0, kMaskRows);
+    if (!seen.any) continue;
     const int64_t row0 = at.query_row + query0, key_row0 = at.key_row + key0;
     const auto load = [&](int slice, int place) {
       unsigned char* to = memory + place * 2 * kTile;
@@ -93,7 +94,7 @@ SK_DEVICE void grad_mask_tile(const AttentionBackwardCuda& p, const AttentionTil
       for (int e = 0; e < 4; ++e) {
         const int i = query0 + row + e / 2 * 8 + g, j = key0 + column + 8 * n + 2 * q + e % 2;
         float bent, grad_p = grad[0][n][e];
-        const float probable = probability<true>(call, head, at, score[0][n][e], lse[e / 2], 0, i, j, false, &bent);
+        const float probable = probability<true>(call, head, at, score[0][n][e], lse[e / 2], 0, i, j, seen.all, &bent);
         if (call.seed != nullptr) grad_p = words[e] >= call.threshold ? grad_p * call.keep_scale : 0;
         sums[n][e] += probable * (grad_p - delta[e / 2]);
       }
