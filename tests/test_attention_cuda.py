@@ -413,8 +413,9 @@ def test_executor_finds_no_race(simt: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
-def test_executor_all_lengths(simt: Callable[..., str]) -> None:
-    simt(HERE, "all_lengths", seed=4, sanitize=False, timeout=7200)
+@pytest.mark.parametrize("words", ["lengths_to_1024", "lengths_beyond"])
+def test_executor_all_lengths(words: str, simt: Callable[..., str]) -> None:
+    simt(HERE, words, seed=4, timeout=7200)
 
 
 def test_needs_the_executor() -> None:
@@ -423,9 +424,13 @@ def test_needs_the_executor() -> None:
         seqkern.attention(*qkv(4, 4))
 
 
-def all_lengths(device: str) -> None:
+def lengths_to_1024(device: str) -> None:
     lengths_list(device, [pair for pair in LENGTHS if max(pair) <= 1024], 16)
 
 
+def lengths_beyond(device: str) -> None:
+    lengths_list(device, [pair for pair in LENGTHS if max(pair) > 1024], 16)
+
+
 if __name__ == "__main__":
-    run_words(CHECKS | {"all_lengths": all_lengths}, "cpu")
+    run_words(CHECKS | {each.__name__: each for each in (lengths_to_1024, lengths_beyond)}, "cpu")
