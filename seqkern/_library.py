@@ -314,8 +314,8 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
             return choice
         if device == "cpu":
             raise NotImplementedError(
-                f"{op}: the triton backend runs on CPU tensors only under TRITON_INTERPRET=1 "
-                '(for tests); use_backend("cpu") runs the C++ kernels'
+                f"{op}: the triton backend needs CUDA tensors, these are on the CPU (in tests TRITON_INTERPRET=1 "
+                'interprets it); use_backend("cpu") runs the C++ kernels'
             )
     if choice == "cuda" and device in ("cuda", "cpu"):
         _check_cuda(op, tensor)
@@ -334,8 +334,8 @@ def _check_cuda(op: str, tensor: torch.Tensor) -> None:
     if tensor.device.type == "cpu":
         if not _executor:
             raise NotImplementedError(
-                f"{op}: the cuda backend runs on CPU tensors only in the host executor that SEQKERN_SIMT names "
-                '(for tests); use_backend("cpu") runs the C++ kernels'
+                f"{op}: the cuda backend needs CUDA tensors, these are on the CPU (in tests they stand for a GPU's, in "
+                'the host executor that SEQKERN_SIMT names); use_backend("cpu") runs the C++ kernels'
             )
     elif not torch.compiler.is_compiling() and not _runs_on(tensor.device.index):
         major, minor = _capability(tensor.device.index)
