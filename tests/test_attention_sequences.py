@@ -357,6 +357,18 @@ def test_new_rows_from_the_cache_itself():
         assert torch.equal(values, copies[1])
 
 
+def test_queries_from_the_cache_itself():
+    """Those too are read as they were before the new rows are written over them."""
+    for counts in (torch.tensor([3, 3]), torch.tensor([3, 5])):
+        keys, values = torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+        token = {"key": torch.randn(2, 2, 2, 8), "value": torch.randn(2, 2, 2, 8)}
+        for source in (0, 1):
+            copies = [t.clone() for t in (keys, values)]
+            expected = decode(copies[source][:, :, 3:5].clone(), *copies, counts, **token)
+            ours = [t.clone() for t in (keys, values)]
+            assert torch.equal(decode(ours[source][:, :, 3:5], *ours, counts, **token), expected)
+
+
 def test_decode_compiles():
     @torch.compile(fullgraph=True)
     def compiled(query, keys, values, counts, key, value):

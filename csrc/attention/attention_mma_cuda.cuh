@@ -11,6 +11,9 @@
 // at zero, its three parts one after the other, and is added to the sum by ordinary additions. Scores that become
 // operands go from the accumulator's layout to the operand's without a shuffle: the order of the summed index is free,
 // so lane q's accumulator columns 2q and 2q + 1 take the places q and q + 4, and the other operand's rows follow.
+//
+// A float32 number that no finite tf32 number stands for, infinity or one above 3.402e38, has no rest: what it is
+// multiplied by becomes NaN, where the equations may have infinity.
 #pragma once
 
 #include "cuda_device.cuh"

@@ -57,7 +57,7 @@ def attention_decode(
             With a page_table, pages of P tokens that any sequence may own: (pages, Hk, P, D) and (pages, Hk, P, Dv).
         cache_lengths: (B,), int32 or int64: the tokens in the cache of every sequence, without the new ones.
         key, value: the new tokens' (B, Hk, N, D) and (B, Hk, N, Dv), or both None where the caches have them already.
-            They may be views of the caches; under torch.compile not of rows that are written.
+            They and query may be views of the caches; under torch.compile not of rows that are written.
         page_table: (B, pages of a sequence), int32 or int64: token j of sequence b is row j % P of page
             page_table[b, j // P], for any P; no page that is written belongs to two sequences. Entries of pages without
             a token that is seen or written may be anything, as -1. CUDA C++ reads pages where they lie (for 1 to 16
@@ -124,7 +124,9 @@ def attention_decode(
             f"{op} has no gradient and does not run inside transforms: call it under torch.no_grad(), or use attention"
         )
     count = _check_new(op, query, key_cache, value_cache, new)
-    new = {name: _apart(t, key_cache, value_cache) for name, t in new.items()}
+    if new:  # else nothing is written
+        query = _apart(query, key_cache, value_cache)
+        new = {name: _apart(t, key_cache, value_cache) for name, t in new.items()}
     ends = _check_room(op, lengths, count, room)
     if page_table is not None and ends is not None and readable(page_table):
         _check_entries(op, page_table, ends, count, queries, left, key_cache)
@@ -203,7 +205,7 @@ def _check_new(op: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, n
 
 
 def _apart(t: Tensor, *caches: Tensor) -> Tensor:
-    """New rows that lie in a cache's memory are copied: they would be read while that memory is written."""
+    """What lies in a cache's memory is copied: it would be read while that memory is written, or after."""
     if torch.compiler.is_compiling():
         return t
     return t.clone() if any(torch._C._is_alias_of(t, cache) for cache in caches) else t  # type: ignore[attr-defined]
