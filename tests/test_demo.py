@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import html.parser
 import itertools
 import json
@@ -17,7 +16,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import seqkern
 from examples import (
     console,
     demo,
@@ -283,10 +281,10 @@ def test_memory_that_is_freed_again_counts_once() -> None:
 
 
 def test_sampling_sees_what_lasts() -> None:
-    # What platforms without a resettable peak use. What earlier tests left behind must not be freed meanwhile.
-    gc.collect()
-    seqkern.release_memory()
-    assert memory._sampled_peak(memory.allocate(40)) == pytest.approx(40 * MEGABYTE, abs=3 * MEGABYTE)
+    # What platforms without a resettable peak use. A process of its own has nothing free that could be used again.
+    program = "from examples import memory; print(memory._sampled_peak(memory.allocate(40)))"
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(printed.stdout) == pytest.approx(40 * MEGABYTE, abs=3 * MEGABYTE)
 
 
 def test_a_failing_task_raises() -> None:
