@@ -447,17 +447,39 @@ class BackwardCall:
         )  # fmt: skip
         return dict(zip(GRADIENTS, grads, strict=True))
 
+    def vanishes(self, name: str, ours: Tensor, exact: Tensor) -> bool:
+        """Whether a 16-bit gradient of scores is 0 because rows see one key, and ours is only what tensor cores cut.
+
+        That is, of dO V^T, half a unit in the last place of float32 for each block of 8 products.
+        """
+        other = {"grad_query": "key", "grad_key": "query"}.get(name)
+        if other is None or self.case.dtype == torch.float32 or exact.numel() == 0 or exact.any():
+            return False
+        grad, value, factor = (
+            t.float().nan_to_num() for t in (self.results["grad_out"], self.arguments["value"], self.arguments[other])
+        )
+        if not (grad.numel() and value.numel() and factor.numel()):
+            return False
+        products = float(grad.norm(dim=-1).max() * value.norm(dim=-1).max())
+        cut = products * self.case.value_dim / 8 * torch.finfo(torch.float32).eps / 2
+        return float(ours.abs().max()) <= cut * abs(self.case.scale) * float(factor.abs().max())
+
     def check(self, device: str, *about: object) -> dict[str, Tensor]:
         case = self.case
         exact, peer = self.gradients(torch.float64), self.gradients(case.dtype)
-        if case.dtype == torch.float32:
+        # The CPU kernels' delta comes from the rounded output too, which dropout's scale makes large.
+        two_peers = case.dtype == torch.float32 or case.dropout_p > 0
+        if two_peers:
             other = self.by_cpu()
+        if case.dtype == torch.float32:
             self.forward_by_path(device)
         ours = self.run(device)
         assert ours["grad_mask"].numel() == (self.arguments["attn_mask"].numel() if case.need_mask else 0)
         assert ours["grad_distance"].numel() == (self.results["lse"].numel() if case.need_slopes else 0)
         factor = 3.0 if case.softcap else 2.0
-        if case.dtype == torch.float32:
+        if case.dtype == torch.float32 and case.dropout_p == 0.9:
+            factor *= 3  # products of tf32, times ten
+        if two_peers:
             peer = {
                 name: max((peer[name], other[name]), key=lambda t, n=name: float((t - exact[n]).abs().max()))
                 if right.numel() else peer[name] for name, right in exact.items()
@@ -465,6 +487,7 @@ class BackwardCall:
         reports = [
             compare(ours[name], peer[name].to(ours[name].dtype), exact[name], factor=factor, name=name)
             for name in exact
+            if not self.vanishes(name, ours[name], exact[name])
         ]
         assert_passed(reports, *about, case)
         return ours
