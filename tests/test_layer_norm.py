@@ -127,6 +127,14 @@ def test_bad_numbers_stay_in_their_row(isa, way):
     assert torch.equal(output[[0, 3]], clean[[0, 3]])
 
 
+@pytest.mark.parametrize("columns", [5, 45, 300])
+def test_sum_has_the_bits_of_an_addition(columns, dtype, isa):
+    """Rounded to nearest, ties to even: the error rule would let a cut sum pass."""
+    x, residual = torch.randn(2, 40, columns).to(dtype)
+    total = seqkern.add_layer_norm(x, residual, (columns,))[1]
+    assert torch.equal(total, x + residual)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_nan_of_any_bits_stays_nan(dtype, isa):
     """Also one that rounding would carry over into infinity's or zero's place."""
