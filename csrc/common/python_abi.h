@@ -30,6 +30,8 @@ long long PyLong_AsLongLong(PyObject*);
 void* PyLong_AsVoidPtr(PyObject*);
 PyObject* PyFloat_FromDouble(double);
 double PyFloat_AsDouble(PyObject*);
+PyObject* PyCapsule_New(void* pointer, const char* name, void (*destructor)(PyObject*));
+void* PyCapsule_GetPointer(PyObject*, const char* name);
 int PyErr_ExceptionMatches(PyObject*);
 PyObject* PyErr_Occurred();
 void PyErr_Clear();

@@ -30,8 +30,11 @@ struct Chunks {
     const int64_t width = std::max<int64_t>(1, columns);
     const int64_t most = std::clamp<int64_t>(kPartialElements / width, 4, kMaxChunks);
     rows_per_chunk = std::min(kMostRows, std::max({kLeastRows, kGrainElements / width, (rows + most - 1) / most}));
+    if (rows_per_chunk < 2 * kRowsPerSum) rows_per_chunk = std::min(rows_per_chunk, kRowsPerSum);
     count = (rows + rows_per_chunk - 1) / rows_per_chunk;
   }
+  // Rows of the partial sums; a single one is the result.
+  int64_t sums() const { return rows_per_chunk > kRowsPerSum ? 2 * count : count; }
 };
 
 void run_forward(const LayerNormForward& args, int64_t rows) {
@@ -40,14 +43,13 @@ void run_forward(const LayerNormForward& args, int64_t rows) {
                               [&](int64_t begin, int64_t end) { forward(args, begin, end); });
 }
 
-// The sums for the parameters end in grad_weight and grad_bias (null where not needed). With one chunk they are its
-// partial sums.
+// The sums for the parameters end in grad_weight and grad_bias (null where not needed).
 void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* grad_weight, void* grad_bias) {
   const auto& kernels = layer_norm_kernels();
   const int64_t chunk_elements = std::max<int64_t>(1, chunks.rows_per_chunk * args.columns);
   torch::stable::parallel_for(0, chunks.count, std::max<int64_t>(1, kGrainElements / chunk_elements),
                               [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
-  if (chunks.count == 1) return;
+  if (chunks.sums() == 1) return;
   const int64_t grain = kGrainElements / std::clamp<int64_t>(chunks.count, 1, kGrainElements);
   for (const auto& [partial, total] :
        {std::pair{args.grad_weight_partial, grad_weight}, std::pair{args.grad_bias_partial, grad_bias}}) {
@@ -144,8 +146,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   Tensor grad_input =
       dropout.active ? empty(x, {rows, columns}, input.scalar_type()) : empty(x, {0}, input.scalar_type());
   Tensor grad_weight = empty(x, {need_weight ? columns : 0}, acc), grad_bias = empty(x, {need_bias ? columns : 0}, acc);
-  Tensor weight_partial = chunks.count == 1 ? grad_weight : empty(x, {need_weight ? chunks.count : 0, columns}, acc);
-  Tensor bias_partial = chunks.count == 1 ? grad_bias : empty(x, {need_bias ? chunks.count : 0, columns}, acc);
+  Tensor weight_partial = chunks.sums() == 1 ? grad_weight : empty(x, {need_weight ? chunks.sums() : 0, columns}, acc);
+  Tensor bias_partial = chunks.sums() == 1 ? grad_bias : empty(x, {need_bias ? chunks.sums() : 0, columns}, acc);
   LayerNormBackward args{};
   args.dtype = dtype;
   args.centred = centred;
@@ -171,8 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   return {grad_residual, grad_input, grad_weight, grad_bias};
 }
 
-// ---- the short way
-// ---------------------------------------------------------------------------------------------------
+// ---- the short way --------------------------------------------------------------------------------------------------
 
 // Scratch that lives as long as the thread.
 class Scratch {
@@ -204,6 +205,20 @@ const void* widened(const DirectNorm& norm, Dtype from, const void* parameter, S
   return wide;
 }
 
+// Of the statistics alone.
+LayerNormForward forward_arguments(const DirectNorm& norm, const void* input, void* statistics) {
+  LayerNormForward args{};
+  args.dtype = norm.dtype;
+  args.centred = norm.centred;
+  args.columns = norm.columns;
+  args.input = input;
+  args.input_stride = norm.columns;
+  args.eps = norm.eps;
+  args.mean = statistics;
+  args.rstd = statistics ? static_cast<unsigned char*>(statistics) + statistics_size(norm) / 2 : nullptr;
+  return args;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
@@ -211,19 +226,15 @@ STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
   m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
 }
 
+size_t statistics_size(const DirectNorm& norm) { return 2 * norm.rows * acc_size(norm.dtype); }
+
 void direct_forward(const DirectNorm& norm, const void* input, const void* residual, const void* weight,
-                    const void* bias, void* output, void* sum) {
+                    const void* bias, void* output, void* sum, void* statistics) {
   Scratch scratch;
   scratch.reserve(2 * (norm.columns * acc_size(norm.dtype) + 64));
-  LayerNormForward args{};
-  args.dtype = norm.dtype;
-  args.centred = norm.centred;
-  args.columns = norm.columns;
-  args.input = input;
-  args.input_stride = norm.columns;
+  LayerNormForward args = forward_arguments(norm, input, statistics);
   args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.bias = widened(norm, norm.bias_dtype, bias, scratch);
-  args.eps = norm.eps;
   args.residual = residual;
   args.residual_stride = norm.columns;
   args.output = output;
@@ -231,22 +242,17 @@ void direct_forward(const DirectNorm& norm, const void* input, const void* resid
   run_forward(args, norm.rows);
 }
 
-void direct_backward(const DirectNorm& norm, const void* grad_output, const void* grad_sum, const void* input,
-                     const void* weight, void* grad_input, void* grad_weight, void* grad_bias) {
+void direct_backward(const DirectNorm& norm, const void* statistics, const void* grad_output, const void* grad_sum,
+                     const void* input, const void* weight, void* grad_input, void* grad_weight, void* grad_bias) {
   const Chunks chunks(norm.rows, norm.columns);
-  const size_t size = acc_size(norm.dtype), partial = (chunks.count * norm.columns * size + 63) / 64 * 64;
+  const size_t size = acc_size(norm.dtype), partial = (chunks.sums() * norm.columns * size + 63) / 64 * 64;
   Scratch scratch;
-  scratch.reserve(2 * (norm.rows * size + 64) + 3 * (norm.columns * size + 64) + 2 * partial);
-  LayerNormForward statistics{};
-  statistics.dtype = norm.dtype;
-  statistics.centred = norm.centred;
-  statistics.columns = norm.columns;
-  statistics.input = input;
-  statistics.input_stride = norm.columns;
-  statistics.eps = norm.eps;
-  statistics.mean = scratch.take(norm.rows * size);
-  statistics.rstd = scratch.take(norm.rows * size);
-  run_forward(statistics, norm.rows);
+  scratch.reserve(statistics_size(norm) + 64 + 3 * (norm.columns * size + 64) + 2 * partial);
+  if (!statistics) {
+    void* found = scratch.take(statistics_size(norm));
+    run_forward(forward_arguments(norm, input, found), norm.rows);
+    statistics = found;
+  }
 
   LayerNormBackward args{};
   args.dtype = norm.dtype;
@@ -259,15 +265,15 @@ void direct_backward(const DirectNorm& norm, const void* grad_output, const void
   args.grad_sum_stride = norm.columns;
   args.input = input;
   args.input_stride = norm.columns;
-  args.mean = statistics.mean;
-  args.rstd = statistics.rstd;
+  args.mean = statistics;
+  args.rstd = static_cast<const unsigned char*>(statistics) + statistics_size(norm) / 2;
   args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.grad_residual = grad_input;
   args.rows_per_chunk = chunks.rows_per_chunk;
   const auto sums = [&](void* grad, Dtype dtype) -> std::pair<void*, void*> {  // partial sums, and where they are added
     if (!grad) return {nullptr, nullptr};
     void* total = is_acc(dtype, norm.dtype) ? grad : scratch.take(norm.columns * size);
-    return {chunks.count == 1 ? total : scratch.take(partial), total};
+    return {chunks.sums() == 1 ? total : scratch.take(partial), total};
   };
   const auto [weight_partial, weight_total] = sums(grad_weight, norm.weight_dtype);
   const auto [bias_partial, bias_total] = sums(grad_bias, norm.bias_dtype);

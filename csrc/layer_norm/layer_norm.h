@@ -29,6 +29,10 @@ struct LayerNormForward {
   void* rstd;    // (rows), or null
 };
 
+// Of how many rows the shares of the parameters' gradients are added one by one: the sum of so many is a term of the
+// next.
+constexpr int64_t kRowsPerSum = 16;
+
 struct LayerNormBackward {
   Dtype dtype;
   bool centred;
@@ -46,8 +50,8 @@ struct LayerNormBackward {
   Dropout dropout;
   void* grad_input;           // (rows, columns), contiguous, when there is dropout
   int64_t rows_per_chunk;     // chunk c owns rows [c * rows_per_chunk, (c + 1) * rows_per_chunk)
-  void* grad_weight_partial;  // (chunks, columns) or null
-  void* grad_bias_partial;    // (chunks, columns) or null
+  void* grad_weight_partial;  // (chunks, columns) or null; as much again behind it where a chunk has over kRowsPerSum
+  void* grad_bias_partial;    // the same
 };
 
 struct LayerNormKernels {

@@ -12,25 +12,31 @@
 // `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass finds
 // `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
 //
-// A row is read from memory once: the later passes over it find it in cache. The backward pass takes four rows at a
-// time through its second pass, so that the sums for the parameters are loaded and stored once for the four; two where
-// four would fall out of the core's cache before that (512 KiB on a Zen 3: 1.07 to 1.21 times as fast from 4096 columns
-// of float32 on). Those sums are kept for chunks of rows whose number depends on the shape alone, then added over the
-// chunks in order: the same bits on any number of threads.
+// A row is read from memory once: the later passes over it find it in cache. The second pass goes by cache lines, so
+// that rows whose distance is a multiple of 4096 bytes, which all fall on the same few lines of the cache, do not push
+// each other out between the halves of a line. The sums for the parameters are kept for chunks of rows whose number
+// depends on the shape alone, in a chunk by parts of kRowsPerSum rows, then added over the chunks in order: the same
+// bits on any number of threads.
 //
-// The first reading of a row also asks for the lines that the row's result will be written to (prefetchw): the memory
-// then works in both directions at once. 4096 x 768 float32 backward at one thread: 0.87 before, 1.1 to 1.2 of torch's
-// speed after, the time of 1.5 copies of the matrix, which is what it has to move.
+// While the second pass calculates, it asks for what comes next: the lines that it will write 2 KiB further on, so that
+// the memory works in both directions at once, and, where a row is short enough to stay beside this one in the nearest
+// cache, the next row to read. On 2 cores of a Zen 3, float32, times the speed of four rows at a time, the lines to be
+// written asked for in the first pass: 4096 x 768 forward 1.05 to 1.35, backward 1.1 to 1.45; 8192 x 1024 backward 1.8
+// to 2.5; 256 x 16384 backward 1.0 to 1.35; the least where others kept the memory busy.
 //
 // bfloat16 on AVX2 goes by two vectors at once (pair.h): on one core of a Zen 3, 2048 x 768, 1.38 to 1.5 times as fast
 // forward and 1.32 to 1.46 forward and backward as by one.
 //
+// Tried and lost on a Zen 3: two and four rows at a time in the backward pass of float32, for fewer loads and stores of
+// the sums (4096 x 768 1.35 and 1.5 times the time of one: they leave the nearest cache; bfloat16 gains a tenth by
+// two); stores past the caches (4096 x 768 3 % faster, what reads the result 1.6 times slower; and 4 times slower
+// backward from 1024 columns on).
+//
 // Tried and lost (AVX-512, 2 cores of a server, medians): Welford's update (a division and a dependent chain a vector);
 // x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the mean (11 %
-// more than the guessed pivot at 64 x 768); one, two and eight rows at a time in the backward pass (1.2, 1.0 and 1.05
-// times the time of four at 64 x 768, and up to 3 times at 256 x 16384, where the sums leave the cache); prefetching
-// the next rows to read (20 to 40 % slower at 4096 x 768); stores past the caches (norm alone up to 25 % faster, norm
-// and whatever reads its result 1.5 to 1.9 times slower).
+// more than the guessed pivot at 64 x 768); one row at a time in the backward pass (1.2 times the time of two at
+// 64 x 768); prefetching the next rows to read (20 to 40 % slower at 4096 x 768, so not done there); stores past the
+// caches (norm alone up to 25 % faster, norm and whatever reads its result 1.5 to 1.9 times slower).
 #include "layer_norm.h"
 #include "pair.h"
 #include "philox.h"
@@ -40,7 +46,10 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-constexpr int kUnroll = 4;  // independent sums, to cover the latency of the addition
+constexpr int kUnroll = 4;                                     // independent sums, to cover the latency of the addition
+constexpr int64_t kLine = 64;                                  // bytes of a cache line
+constexpr int64_t kWrittenAhead = 2048;                        // bytes
+constexpr int64_t kReadAhead = SK_VEC_BYTES == 64 ? 0 : 8192;  // bytes of the longest row for which it pays
 
 // Calls body(column, slot, unit) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
 // part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds
@@ -93,6 +102,17 @@ SK_INLINE A root(A x) {
   return sizeof(A) == 8 ? A(__builtin_sqrt(x)) : A(__builtin_sqrtf(x));
 }
 
+// Asks for the line of row[column] to be read, or written, soon; beyond the end of the row is the beginning of the
+// next.
+template <class T>
+SK_INLINE void will_read(const T* row, int64_t column) {
+  __builtin_prefetch(row + column, 0, 3);
+}
+template <class T>
+SK_INLINE void will_write(const T* row, int64_t column) {
+  __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWrittenAhead, 1, 3);
+}
+
 // Mean and spread of a row: the mean as pivot + shift.
 template <class A>
 struct Deviations {
@@ -122,9 +142,8 @@ __attribute__((noinline)) Deviations<acc_t<T>> careful_deviations(const T* x, in
 
 // One reading is enough when the pivot, the mean of the row's first elements, turns out to lie within half a standard
 // deviation of the mean; else the mean becomes the pivot.
-// `target` is the row that is written next, or null: its cache lines are asked for while the row is read.
 template <class T, bool Centred>
-SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps, const T* target) {
+SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps) {
   using A = acc_t<T>;
   Deviations<A> r{};
   A variance;
@@ -142,7 +161,6 @@ SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double ep
       for_columns<A, Unit<T>>(
           columns,
           [&](int64_t c, int u, auto unit) {
-            if (target) __builtin_prefetch(target + c, 1, 3);
             const auto d = load_as<decltype(unit)>(x + c) - r.pivot;
             first.add(u, d);
             second.add(u, d * d);
@@ -165,7 +183,6 @@ SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double ep
     for_columns<A, Unit<T>>(
         columns,
         [&](int64_t c, int u, auto unit) {
-          if (target) __builtin_prefetch(target + c, 1, 3);
           const auto v = load_as<decltype(unit)>(x + c);
           square.add(u, v * v);
         },
@@ -186,9 +203,10 @@ SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double ep
   return r;
 }
 
-// Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is.
+// Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is. `ahead`: to the next
+// row to read, in rows.
 template <class T>
-SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<T>>& dropout, T* s) {
+SK_INLINE void add_row(const LayerNormForward& p, int64_t row, int64_t ahead, DropoutRow<acc_t<T>>& dropout, T* s) {
   using A = acc_t<T>;
   const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
   const T* r = static_cast<const T*>(p.residual) + row * p.residual_stride;
@@ -200,10 +218,14 @@ SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<
           store_partial(s + c, dropout.apply(load_partial(x + c, n), c) + load_partial(r + c, n), n);
         });
   } else {
+    const T *next_x = x + ahead * p.input_stride, *next_r = r + ahead * p.residual_stride;
     for_columns<A, Unit<T>>(
         p.columns,
         [&](int64_t c, int, auto unit) {
           using U = decltype(unit);
+          will_write(s, c);
+          will_read(next_x, c);
+          will_read(next_r, c);
           store_as<U>(s + c, load_as<U>(x + c) + load_as<U>(r + c));
         },
         [&](int64_t c, int64_t n) { store_partial(s + c, load_partial(x + c, n) + load_partial(r + c, n), n); });
@@ -216,37 +238,48 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
+  const bool short_rows = columns * static_cast<int64_t>(sizeof(T)) <= kReadAhead;
   DropoutRow<A> dropout;
   for (int64_t row = row_begin; row < row_end; ++row) {
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
+    const int64_t ahead = short_rows && row + 1 < row_end;
+    const T* next = x + ahead * p.input_stride;
     if (p.residual) {
       T* s = static_cast<T*>(p.sum) + row * columns;
-      add_row<T>(p, row, dropout, s);
-      x = s;
+      add_row<T>(p, row, ahead, dropout, s);
+      x = next = s;
     }
 
-    T* y = p.output ? static_cast<T*>(p.output) + row * columns : nullptr;
-    const Deviations<A> found = deviations<T, Centred>(x, columns, p.eps, y);
+    const Deviations<A> found = deviations<T, Centred>(x, columns, p.eps);
     const A pivot = found.pivot, shift = found.shift, rstd = found.rstd;
     if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + shift;
     if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
-    if (!y) continue;
+    if (!p.output) continue;
 
-    const auto normalise = [&](auto v, auto w, auto b) {
-      if constexpr (Centred) v = (v - pivot) - shift;
-      return v * rstd * w + b;
+    T* y = static_cast<T*>(p.output) + row * columns;
+    const auto second_pass = [&](auto affine) {
+      constexpr bool Affine = decltype(affine)::value;  // with weight and bias, else with or without either
+      const auto normalise = [&](auto v, auto w, auto b) {
+        if constexpr (Centred) v = (v - pivot) - shift;
+        return v * rstd * w + b;
+      };
+      for_columns<A, Unit<T>>(
+          columns,
+          [&](int64_t c, int, auto unit) {
+            using U = decltype(unit);
+            will_write(y, c);
+            will_read(next, c);
+            const U w = Affine || weight ? load_as<U>(weight + c) : broadcast_as<U>(A(1));
+            const U b = Affine || bias ? load_as<U>(bias + c) : U{};
+            store_as<U>(y + c, normalise(load_as<U>(x + c), w, b));
+          },
+          [&](int64_t c, int64_t n) {
+            const Vec<A> w = weight ? load_partial(weight + c, n) : broadcast<A>(1);
+            store_partial(y + c, normalise(load_partial(x + c, n), w, bias ? load_partial(bias + c, n) : Vec<A>{}), n);
+          });
     };
-    for_columns<A, Unit<T>>(
-        columns,
-        [&](int64_t c, int, auto unit) {
-          using U = decltype(unit);
-          const U w = weight ? load_as<U>(weight + c) : broadcast_as<U>(A(1)), b = bias ? load_as<U>(bias + c) : U{};
-          store_as<U>(y + c, normalise(load_as<U>(x + c), w, b));
-        },
-        [&](int64_t c, int64_t n) {
-          const Vec<A> w = weight ? load_partial(weight + c, n) : broadcast<A>(1);
-          store_partial(y + c, normalise(load_partial(x + c, n), w, bias ? load_partial(bias + c, n) : Vec<A>{}), n);
-        });
+    if (weight && bias) second_pass(std::true_type{});
+    else second_pass(std::false_type{});
   }
 }
 
@@ -287,7 +320,6 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, RowGradient<T
       [&](int64_t c, int u, auto unit) {
         using U = decltype(unit);
         const U g = load_as<U>(r.dy + c);
-        __builtin_prefetch(r.grad_residual + c, 1, 3);  // written next
         accumulate(load_as<U>(r.x + c) - r.mean, weight ? rounded(g * load_as<U>(weight + c)) : g, u);
       },
       [&](int64_t c, int64_t n) {
@@ -308,56 +340,90 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* 
   const A* weight = static_cast<const A*>(p.weight);
   RowGradient<T> rows[Rows];
   for (int i = 0; i < Rows; ++i) first_pass<T, Centred>(p, row + i, rows[i]);
+  const bool short_rows = p.columns * static_cast<int64_t>(sizeof(T)) <= kReadAhead;
+  const int64_t ahead = short_rows && row + 2 * Rows <= p.rows ? Rows : 0;
 
-  const auto column = [&](int64_t c, int64_t n, auto unit) {
+  // Of `Units` units of columns, or of the first n < W columns of one, in all rows.
+  const auto block = [&](int64_t begin, int64_t n, auto unit, auto units) {
     using U = decltype(unit);
-    const U w = weight ? load_upto_as<U>(weight + c, n) : broadcast_as<U>(A(1));
-    U sum_w = {}, sum_b = {};  // of these rows first: fewer roundings of the large sum
+    constexpr int Units = decltype(units)::value;
+    constexpr int64_t width = kVectors<U> * W<A>;
+    U w[Units], sum_w[Units] = {}, sum_b[Units] = {};
+    for (int u = 0; u < Units; ++u)
+      w[u] = weight ? load_upto_as<U>(weight + begin + u * width, n) : broadcast_as<U>(A(1));
     for (int i = 0; i < Rows; ++i) {
       RowGradient<T>& r = rows[i];
-      const U x = load_upto_as<U>(r.x + c, n), dout = load_upto_as<U>(r.dy + c, n);
-      U xhat = x;
-      if constexpr (Centred) xhat = (x - r.mean) - r.shift;
-      xhat = xhat * r.rstd;
-      sum_w += dout * xhat;
-      sum_b += dout;
-      // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
-      const U g = rounded(dout * w);
-      U total = (g - r.mean_g - xhat * r.mean_gx) * r.rstd;
-      if (Added && r.grad_sum) total += load_upto_as<U>(r.grad_sum + c, n);
-      store_upto_as(r.grad_residual + c, total, n);
-      if constexpr (Added && kVectors<U> == 1)
-        if (r.grad_input) store_upto(r.grad_input + c, r.dropout.apply(total, c), n);
+      will_write(r.grad_residual, begin);
+      will_read(r.x + ahead * p.input_stride, begin);
+      will_read(r.dy + ahead * p.grad_output_stride, begin);
+      for (int u = 0; u < Units; ++u) {
+        const int64_t c = begin + u * width;
+        const U x = load_upto_as<U>(r.x + c, n), dout = load_upto_as<U>(r.dy + c, n);
+        U xhat = x;
+        if constexpr (Centred) xhat = (x - r.mean) - r.shift;
+        xhat = xhat * r.rstd;
+        sum_w[u] += dout * xhat;
+        sum_b[u] += dout;
+        // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
+        const U g = rounded(dout * w[u]);
+        U total = (g - r.mean_g - xhat * r.mean_gx) * r.rstd;
+        if (Added && r.grad_sum) total += load_upto_as<U>(r.grad_sum + c, n);
+        store_upto_as(r.grad_residual + c, total, n);
+        if constexpr (Added && kVectors<U> == 1)
+          if (r.grad_input) store_upto(r.grad_input + c, r.dropout.apply(total, c), n);
+      }
     }
-    if (dw) store_upto_as(dw + c, load_upto_as<U>(dw + c, n) + sum_w, n);
-    if (db) store_upto_as(db + c, load_upto_as<U>(db + c, n) + sum_b, n);
+    for (int u = 0; u < Units; ++u) {
+      const int64_t c = begin + u * width;
+      if (dw) store_upto_as(dw + c, load_upto_as<U>(dw + c, n) + sum_w[u], n);
+      if (db) store_upto_as(db + c, load_upto_as<U>(db + c, n) + sum_b[u], n);
+    }
   };
   int64_t c = 0;
+  const auto lines = [&](auto unit) {
+    constexpr int64_t width = kVectors<decltype(unit)> * W<A>, line = kLine / static_cast<int64_t>(sizeof(T));
+    constexpr int units = width < line ? static_cast<int>(line / width) : 1;
+    for (; c + units * width <= p.columns; c += units * width)
+      block(c, width, unit, std::integral_constant<int, units>{});
+  };
   if constexpr (kInPairs<T>) {
-    if (!p.dropout.active)
-      for (; c + 2 * W<A> <= p.columns; c += 2 * W<A>) column(c, 2 * W<A>, Pair{});
+    if (!p.dropout.active) lines(Pair{});
   }
-  for (; c + W<A> <= p.columns; c += W<A>) column(c, W<A>, Vec<A>{});
-  if (c < p.columns) column(c, p.columns - c, Vec<A>{});
+  lines(Vec<A>{});
+  for (; c < p.columns; c += W<A>) block(c, p.columns - c, Vec<A>{}, std::integral_constant<int, 1>{});
 }
 
 // One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias.
 template <class T, bool Centred, bool Added>
 void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
   using A = acc_t<T>;
-  constexpr int64_t kShort = 8192;  // bytes of a row of which four may be at hand at once
-  const int64_t columns = p.columns;
-  A* dw = p.grad_weight_partial ? static_cast<A*>(p.grad_weight_partial) + chunk * columns : nullptr;
-  A* db = p.grad_bias_partial ? static_cast<A*>(p.grad_bias_partial) + chunk * columns : nullptr;
-  for (int64_t c = 0; dw && c < columns; ++c) dw[c] = 0;
-  for (int64_t c = 0; db && c < columns; ++c) db[c] = 0;
-
+  constexpr int kRows = kInPairs<T> || SK_VEC_BYTES == 64 ? 2 : 1;
+  const int64_t columns = p.columns, chunks = (p.rows + p.rows_per_chunk - 1) / p.rows_per_chunk;
   int64_t row = chunk * p.rows_per_chunk;
   const int64_t row_end = row + p.rows_per_chunk < p.rows ? row + p.rows_per_chunk : p.rows;
-  if (columns * static_cast<int64_t>(sizeof(T)) <= kShort)
-    for (; row + 4 <= row_end; row += 4) backward_rows<T, Centred, Added, 4>(p, row, dw, db);
-  for (; row + 2 <= row_end; row += 2) backward_rows<T, Centred, Added, 2>(p, row, dw, db);
-  for (; row < row_end; ++row) backward_rows<T, Centred, Added, 1>(p, row, dw, db);
+  const bool in_parts = p.rows_per_chunk > kRowsPerSum;
+  const auto clear = [&](A* sums) {
+    for (int64_t c = 0; sums && c < columns; ++c) sums[c] = 0;
+  };
+  const auto fold = [&](A* sums, A* part) {
+    for (int64_t c = 0; sums && c < columns; ++c) sums[c] += part[c];
+    clear(part);
+  };
+  A* dw = p.grad_weight_partial ? static_cast<A*>(p.grad_weight_partial) + chunk * columns : nullptr;
+  A* db = p.grad_bias_partial ? static_cast<A*>(p.grad_bias_partial) + chunk * columns : nullptr;
+  A* dw_part = dw && in_parts ? dw + chunks * columns : dw;
+  A* db_part = db && in_parts ? db + chunks * columns : db;
+  for (A* sums : {dw, db, dw_part, db_part}) clear(sums);
+
+  while (row < row_end) {
+    const int64_t part_end = in_parts && row + kRowsPerSum < row_end ? row + kRowsPerSum : row_end;
+    for (; row + kRows <= part_end; row += kRows) backward_rows<T, Centred, Added, kRows>(p, row, dw_part, db_part);
+    for (; row < part_end; ++row) backward_rows<T, Centred, Added, 1>(p, row, dw_part, db_part);
+    if (in_parts) {
+      fold(dw, dw_part);
+      fold(db, db_part);
+    }
+  }
 }
 
 // In blocks of chunks, for the sake of exactness.

@@ -10,6 +10,7 @@
 #include "layer_norm_direct.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "python_abi.h"
 
@@ -151,6 +152,17 @@ PyObject* pair(PyObject* first, PyObject* second) {
   return result;
 }
 
+// Memory of a forward call's statistics that Python owns, or nothing, which is as good.
+constexpr const char* kStatistics = "seqkern.layer_norm.statistics";
+PyObject* new_statistics(const DirectNorm& norm, void*& address) {
+  address = std::malloc(statistics_size(norm));
+  if (!address) return none();
+  PyObject* owner = PyCapsule_New(address, kStatistics,
+                                  [](PyObject* capsule) { std::free(PyCapsule_GetPointer(capsule, kStatistics)); });
+  if (!owner) std::free(address);
+  return owner;
+}
+
 // forward(input, residual, normalized_shape, weight, bias, eps, centred, largest) -> output, or (output, sum) with a
 // residual, or None for the long way.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -178,29 +190,32 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const Ref output(new_like(input, y));
   const Ref sum(output && added ? new_like(input, s) : nullptr);
   if (!output || (added && !sum)) return none();
-  direct_forward(norm, x, r, w, b, y, s);
-
-  Ref results(pair(output.get(), sum.get()));
   const bool wanted =
       !no_grad() && (attribute(input, py.requires_grad) || (added && attribute(residual, py.requires_grad)) ||
                      (w && attribute(weight, py.requires_grad)) || (b && attribute(bias, py.requires_grad)));
+  void* found = nullptr;
+  const Ref statistics(wanted ? new_statistics(norm, found) : none());
+  if (!statistics) return none();
+  direct_forward(norm, x, r, w, b, y, s, found);
+
+  Ref results(pair(output.get(), sum.get()));
   // The results are already there; the Function only remembers how to go back.
   if (wanted && added)
     return PyObject_CallFunctionObjArgs(py.apply_added, results.get(), input, residual, weight, bias, arguments[5],
-                                        arguments[6], nullptr);
+                                        arguments[6], statistics.get(), nullptr);
   if (wanted)
     return PyObject_CallFunctionObjArgs(py.apply, results.get(), input, weight, bias, arguments[5], arguments[6],
-                                        nullptr);
+                                        statistics.get(), nullptr);
   if (added) return results.release();
   Py_IncRef(output.get());
   return output.get();
 }
 
-// backward(grad_output, grad_sum, what was normalised, weight, bias, eps, centred, need_weight, need_bias) ->
-// (gradient of what was normalised, grad_weight, grad_bias), None in it for what is not needed, or None for the long
-// way.
+// backward(grad_output, grad_sum, what was normalised, weight, bias, eps, centred, statistics or None, need_weight,
+// need_bias) -> (gradient of what was normalised, grad_weight, grad_bias), None in it for what is not needed, or None
+// for the long way.
 PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 9 || !quiet() || !no_grad()) return none();  // with gradients enabled they are differentiated again
+  if (count != 10 || !quiet() || !no_grad()) return none();  // with gradients enabled they are differentiated again
   PyObject *input = arguments[2], *weight = arguments[3], *bias = arguments[4];
   DirectNorm norm{};
   Shape shape;
@@ -221,12 +236,13 @@ PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!plain_parameter(bias, norm.columns, norm.bias_dtype, b)) return none();
   norm.eps = PyFloat_AsDouble(arguments[5]);
   norm.centred = PyObject_IsTrue(arguments[6]) == 1;
-  const bool need_weight = PyObject_IsTrue(arguments[7]) == 1, need_bias = PyObject_IsTrue(arguments[8]) == 1;
+  const void* statistics = arguments[7] == py.none ? nullptr : PyCapsule_GetPointer(arguments[7], kStatistics);
+  const bool need_weight = PyObject_IsTrue(arguments[8]) == 1, need_bias = PyObject_IsTrue(arguments[9]) == 1;
   Ref grad_input(new_like(input, dx));
   Ref grad_weight(need_weight ? new_like(weight, dw) : none());
   Ref grad_bias(need_bias ? new_like(bias, db) : none());
   if (!grad_input || !grad_weight || !grad_bias || PyErr_Occurred()) return none();
-  direct_backward(norm, grads[0], grads[1], x, w, dx, dw, db);
+  direct_backward(norm, statistics, grads[0], grads[1], x, w, dx, dw, db);
   PyObject* result = PyTuple_New(3);
   PyTuple_SetItem(result, 0, grad_input.release());
   PyTuple_SetItem(result, 1, grad_weight.release());

@@ -15,6 +15,9 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstdlib>
+#include <memory>
+
 #include "layer_norm_direct.h"
 
 namespace seqkern {
@@ -72,9 +75,9 @@ Gradients by_python(const Tensor& grad_output, const Tensor& grad_sum, const var
   return {unwrap(0), unwrap(1), unwrap(2)};
 }
 
-// saved: what was normalised, weight, bias.
+// saved: what was normalised, weight, bias. `statistics`: the forward call's, or null.
 Gradients norm_gradients(const Tensor& grad_output, const Tensor& grad_sum, const variable_list& saved,
-                         const Options& options, bool need_weight, bool need_bias) {
+                         const Options& options, const void* statistics, bool need_weight, bool need_bias) {
   const Tensor &input = saved[0], &weight = saved[1], &bias = saved[2];
   DirectNorm norm{};
   norm.eps = options.eps;
@@ -95,10 +98,14 @@ Gradients norm_gradients(const Tensor& grad_output, const Tensor& grad_sum, cons
   const auto address = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
   const Gradients g{at::empty(input.sizes(), input.options()), need_weight ? at::empty_like(weight) : Tensor(),
                     need_bias ? at::empty_like(bias) : Tensor()};
-  kernels_backward(norm, address(grad_output), address(grad_sum), address(input), address(weight),
+  kernels_backward(norm, statistics, address(grad_output), address(grad_sum), address(input), address(weight),
                    address(g.normalised), address(g.weight), address(g.bias));
   return g;
 }
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
 
 // The edges are those of the inputs that were normalised (one, or the two terms of a sum), of weight and of bias; an
 // edge that leads nowhere where one is not there. The gradients that come in are the output's, and the sum's where it
@@ -107,11 +114,12 @@ template <int kInputs>
 struct NormNode : Node {
   Options options;
   SavedVariable normalised, weight, bias;
+  std::unique_ptr<void, Free> statistics;
 
   std::string name() const override { return kInputs == 1 ? "LayerNormNode" : "AddLayerNormNode"; }
 
   static variable_list gradients(const variable_list& grads, const variable_list& saved, const Options& options,
-                                 const std::vector<bool>& needs) {
+                                 const void* statistics, const std::vector<bool>& needs) {
     variable_list found(kInputs + 2);
     const Tensor sum = grads.size() > 1 ? grads[1] : Tensor();
     const auto of_inputs = [&](const Tensor& grad) {
@@ -122,7 +130,7 @@ struct NormNode : Node {
       of_inputs(sum);
       return found;
     }
-    const Gradients g = norm_gradients(grads[0], sum, saved, options, needs[kInputs], needs[kInputs + 1]);
+    const Gradients g = norm_gradients(grads[0], sum, saved, options, statistics, needs[kInputs], needs[kInputs + 1]);
     of_inputs(g.normalised);
     found[kInputs] = g.weight;
     found[kInputs + 1] = g.bias;
@@ -139,11 +147,13 @@ struct NormNode : Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(this->mutex_);
-    return gradients(grads, grads[0].defined() ? saved_variables() : variable_list(), options, needs());
+    return gradients(grads, grads[0].defined() ? saved_variables() : variable_list(), options, statistics.get(),
+                     needs());
   }
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(this->mutex_);
     for (SavedVariable* saved : {&normalised, &weight, &bias}) saved->reset_data();
+    statistics.reset();
   }
 
   // For compiled autograd, which calls `gradients` as an opaque function of a graph.
@@ -160,7 +170,7 @@ struct NormNode : Node {
     const auto saved = packed.template unpack<variable_list>();
     const auto eps = packed.template unpack<double>();
     const auto centred = packed.template unpack<bool>();
-    return gradients(grads, saved, {eps, centred}, packed.template unpack<std::vector<bool>>());
+    return gradients(grads, saved, {eps, centred}, nullptr, packed.template unpack<std::vector<bool>>());
   }
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::dynamo::autograd::SwapSavedVariables& swap) override {
@@ -206,6 +216,10 @@ void remember(const variable_list& results, torch::autograd::edge_list&& edges, 
   auto& fields = static_cast<NormNode<kInputs>&>(*node);
   node->set_next_edges(std::move(edges));
   fields.options = {PyFloat_AsDouble(parameters[2]), PyObject_IsTrue(parameters[3]) == 1};
+  if (parameters[4] != Py_None) {  // a capsule that gives its memory away
+    fields.statistics.reset(PyCapsule_GetPointer(parameters[4], PyCapsule_GetName(parameters[4])));
+    PyCapsule_SetDestructor(parameters[4], nullptr);
+  }
   torch::autograd::set_history(results[0], node);
   const bool output = kInputs == 2 && sum_differentiable;
   if (output) torch::autograd::set_history(results[1], node);
@@ -214,7 +228,8 @@ void remember(const variable_list& results, torch::autograd::edge_list&& edges, 
   fields.bias = SavedVariable(optional(parameters[1]), false);
 }
 
-// As the Functions' apply: (results, input, weight, bias, eps, centred), with a residual behind input for a sum.
+// As the Functions' apply: (results, input, weight, bias, eps, centred, statistics), with a residual behind input for a
+// sum.
 PyObject* apply(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   PyObject* output = PyTuple_GET_ITEM(arguments[0], 0);

@@ -41,19 +41,20 @@ class _LayerNormDirect(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
+        statistics: Any,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, bias)
-        ctx.options = eps, centred
+        ctx.options, ctx.statistics = (eps, centred), statistics
         return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         needs, saved = ctx.needs_input_grad, ctx.saved_tensors  # once: a checkpoint refuses a second time
-        grads = _backward(grad_output, None, *saved, *ctx.options, needs[2], needs[3])
+        grads = _backward(grad_output, None, *saved, *ctx.options, ctx.statistics, needs[2], needs[3])
         if grads is None:
             grads = _long_way(grad_output, None, saved, *ctx.options, needs[2], needs[3])
         grad, grad_weight, grad_bias = grads
-        return None, grad, grad_weight, grad_bias, None, None
+        return None, grad, grad_weight, grad_bias, None, None, None
 
 
 class _AddLayerNormDirect(torch.autograd.Function):
@@ -69,25 +70,26 @@ class _AddLayerNormDirect(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
+        statistics: Any,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         if not (input.requires_grad or residual.requires_grad):
             ctx.mark_non_differentiable(results[1])
         ctx.save_for_backward(results[1], weight, bias)
-        ctx.options = eps, centred
+        ctx.options, ctx.statistics = (eps, centred), statistics
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None) -> Any:
         needs = ctx.needs_input_grad
         if grad_output is None:  # the sum alone was used
-            return None, grad_sum if needs[1] else None, grad_sum if needs[2] else None, None, None, None, None
+            return None, grad_sum if needs[1] else None, grad_sum if needs[2] else None, None, None, None, None, None
         saved = ctx.saved_tensors
-        grads = _backward(grad_output, grad_sum, *saved, *ctx.options, needs[3], needs[4])
+        grads = _backward(grad_output, grad_sum, *saved, *ctx.options, ctx.statistics, needs[3], needs[4])
         if grads is None:
             grads = _long_way(grad_output, grad_sum, saved, *ctx.options, needs[3], needs[4])
         grad, grad_weight, grad_bias = grads
-        return None, grad if needs[1] else None, grad if needs[2] else None, grad_weight, grad_bias, None, None
+        return None, grad if needs[1] else None, grad if needs[2] else None, grad_weight, grad_bias, None, None, None
 
 
 def _long_way(*arguments: Any) -> Any:
