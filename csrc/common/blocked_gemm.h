@@ -49,16 +49,12 @@ int64_t panel_count(int64_t columns, int64_t groups) {
   return (columns / groups + width - 1) / width;
 }
 
-// Packs `depth` rows of one vector of columns, the first `count` of which exist.
+// Packs `depth` rows of one vector of columns, the first `count` of which exist. A transposition: a vector of k from
+// each of W columns at a time, so that whole cache lines are read and written.
 template <class T>
-void pack_vector(const T* source, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t count, acc_t<T>* packed,
-                 int64_t packed_stride) {
+void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t count, acc_t<T>* packed,
+                     int64_t packed_stride) {
   using A = acc_t<T>;
-  if (n_stride == 1) {
-    for (int64_t k = 0; k < depth; ++k) store(packed + k * packed_stride, load_upto(source + k * k_stride, count));
-    return;
-  }
-  // A transposition: a vector of k from each of W columns at a time, so that whole cache lines are read and written.
   for (int64_t k0 = 0; k0 < depth; k0 += W<A>) {
     const int64_t rows = depth - k0 < W<A> ? depth - k0 : W<A>;
     Vec<A> block[W<A>];
@@ -74,20 +70,28 @@ template <class T>
 void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
   const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups, side = tile_vectors(p.groups) * W<A>;
-  for (int64_t v = 0; v < width / W<A>; ++v) {
+  const int64_t vectors = width / W<A>;
+  struct {
+    int64_t column, count;
+    A* to;
+  } parts[8];  // by vector
+  for (int64_t v = 0; v < vectors; ++v) {
     const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
     const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
-    const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
     A* to = packed + v * W<A> / side * p.packed_depth * side + (p.packed_begin + k) * side + v * W<A> % side;
-    if (p.rows) {
-      for (int64_t i = 0; i < depth; ++i) {
-        const T* row = static_cast<const T*>(p.rows[k + i]);
-        store(to + i * side, row && count > 0 ? load_upto(row + column, count) : Vec<A>{});
-      }
-      continue;
-    }
-    const T* source = static_cast<const T*>(p.source) + k * p.k_stride + (count > 0 ? column * p.n_stride : 0);
-    pack_vector(source, p.k_stride, p.n_stride, depth, count, to, side);
+    parts[v] = {left > 0 ? column : 0, left < 0 ? 0 : left < W<A> ? left : W<A>, to};
+  }
+  const T* source = p.rows ? nullptr : static_cast<const T*>(p.source) + k * p.k_stride;
+  if (!p.rows && p.n_stride != 1) {
+    for (int64_t v = 0; v < vectors; ++v)
+      pack_transposed(source + parts[v].column * p.n_stride, p.n_stride, depth, parts[v].count, parts[v].to, side);
+    return;
+  }
+  // A row at a time: rows whose distance is a power of two push each other out of the cache.
+  for (int64_t i = 0; i < depth; ++i) {
+    const T* row = p.rows ? static_cast<const T*>(p.rows[k + i]) : source + i * p.k_stride;
+    for (int64_t v = 0; v < vectors; ++v)
+      store(parts[v].to + i * side, row ? load_upto(row + parts[v].column, parts[v].count) : Vec<A>{});
   }
 }
 

@@ -21,9 +21,18 @@ Rows input_rows(const RnnProblem& p, int64_t d, int64_t begin, int64_t end) {
   return rows;
 }
 
-// Tokens up to which W_ih is packed on the way: it is used in one block of rows anyhow.
-constexpr int64_t kFewTokens = 32;
-bool few_tokens(const RnnProblem& p) { return p.inputs > 0 && p.steps * p.batch <= kFewTokens; }
+// Tokens whose share of the weights' gradients is written without packing anything.
+constexpr int64_t kFewOuter = 16;
+
+// Whether W_ih is packed on the way.
+bool few_tokens(const RnnProblem& p) { return p.inputs > 0 && p.steps * p.batch <= kFewRows; }
+
+void few_rows_product(const RnnProblem& p, const RnnFewRows& few) {
+  const RnnKernels& kernels = rnn_kernels();
+  for_items(kernels.few_rows_items(few), static_cast<double>(few.b.depth) * few.b.columns * (few.rows + 4), p.input,
+            kernels.few_rows_scratch(few), p.acc,
+            [&](int64_t item, void* scratch) { kernels.few_rows(few, item, scratch); });
+}
 
 Source transposed(const Tensor& w) { return {w.const_data_ptr(), w.size(1), 1, w.size(1)}; }
 
@@ -48,16 +57,8 @@ void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const Mayb
   const int64_t x_stride = kernels.row_stride(p.dtype, p.inputs);
   Tensor x = empty(p.input, {count, x_stride}, p.acc);
   gather(p.inputs, nullptr, x.mutable_data_ptr(), x_stride);
-  const RnnFewRows few{packing_of(p, transposed(p.w_ih[i]), p.gate_columns, 1, false, nullptr, p.inputs, 0),
-                       count,
-                       x.const_data_ptr(),
-                       x_stride,
-                       bias,
-                       zx,
-                       stride};
-  for_items(kernels.few_rows_items(few), static_cast<double>(p.inputs) * p.gate_columns * (count + 4), p.input,
-            kernels.few_rows_scratch(few), p.acc,
-            [&](int64_t item, void* scratch) { kernels.few_rows(few, item, scratch); });
+  few_rows_product(p, {packing_of(p, transposed(p.w_ih[i]), p.gate_columns, 1, false, nullptr, p.inputs, 0), count,
+                       x.const_data_ptr(), x_stride, bias, zx, stride});
 }
 
 // Zeroes the rows of inactive steps in (steps, batch, columns).
@@ -159,7 +160,7 @@ struct Gradients {
         w_ih(sum(need_weights && p.has_w_ih, p.gate_columns, p.inputs)),
         w_hh(sum(need_weights, p.gate_columns, p.width)),
         w_hr(sum(need_weights && p.has_w_hr, p.width, p.hidden)) {
-    if (!need_input || !p.has_w_ih || p.empty()) return;
+    if (!need_input || !p.has_w_ih || p.empty() || direct_input()) return;
     const int64_t H = p.hidden, I = p.inputs;
     for (const Tensor& w : p.w_ih)
       packed_w_ih.push_back(p.cell == Cell::gru ? pack(p, {{at(w, 2 * H * I), H, I, 1}, {at(w, 0), 2 * H, I, 1}}, I)
@@ -167,8 +168,8 @@ struct Gradients {
   }
 
   // From the rows of a chunk's tokens: x, h of the step before (in acc where there is a mask), and the gradients by
-  // token in `a`.
-  void add(int64_t d, const Rows& x, const Rows& h, const RnnBackward& a) {
+  // token in `a`. The first chunk of a direction writes the sums that later ones add to.
+  void add(int64_t d, const Rows& x, const Rows& h, const RnnBackward& a, bool first) {
     const auto tokens = static_cast<int64_t>(x.size());
     const int64_t stride = a.grad_z_stride, H = p.hidden, P = p.width, I = p.inputs;
     const int64_t element = p.dtype == Dtype::f64 ? 8 : 4, part = recurrent_part(p.cell);
@@ -179,17 +180,31 @@ struct Gradients {
     const auto add_product = [&](const void* source, int64_t source_stride, int64_t columns, const Tensor& packed,
                                  int64_t width, Tensor& sum, int64_t row) {
       multiply(p, {columns, width, tokens, p.acc_dtype, source, 1, source_stride, packed.const_data_ptr(), nullptr,
-                   p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, true, 0});
+                   p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, !first, 0});
     };
+    const auto add_outer = [&](const void* source, int64_t columns, const Rows& rows, Dtype dtype, int64_t width,
+                               Tensor& sum, int64_t row) {
+      const RnnOuter outer{dtype, tokens, width, source, stride, rows.data(), at(sum, (d * sum.size(1) + row) * width),
+                           width, !first};
+      for_ranges(columns, width, p.input, 0, p.acc,
+                 [&](int64_t begin, int64_t end, void*) { rnn_kernels().outer(outer, begin, end); });
+    };
+    const bool few = tokens <= kFewOuter && !p.has_w_hr;
     if (need_input) add_input(d, x, a);
     if (!need_weights) return;
+    const void* recurrent = p.has_norm ? a.grad_zh : column(a.grad_z, part * H);
+    if (few) {
+      if (p.has_w_ih && part > 0) add_outer(a.grad_z, H, x, p.dtype, I, w_ih, 2 * H);
+      if (p.has_w_ih) add_outer(column(a.grad_z, part * H), p.gate_columns - part * H, x, p.dtype, I, w_ih, 0);
+      add_outer(recurrent, p.gate_columns, h, p.has_mask ? p.acc_dtype : p.dtype, P, w_hh, 0);
+      return;
+    }
     if (p.has_w_ih) {
       const Tensor packed = pack(p, {{nullptr, tokens, 0, 1, x.data()}}, I);
       const void* n = a.grad_z;
       if (part > 0) add_product(n, stride, H, packed, I, w_ih, 2 * H);
       add_product(column(a.grad_z, part * H), stride, p.gate_columns - part * H, packed, I, w_ih, 0);
     }
-    const void* recurrent = p.has_norm ? a.grad_zh : column(a.grad_z, part * H);
     add_product(recurrent, stride, p.gate_columns, pack(p, {{nullptr, tokens, 0, 1, h.data()}}, P, 1, p.has_mask), P,
                 w_hh, 0);
     if (p.has_w_hr) add_product(a.grad_h_hat, P, P, pack(p, {{a.h_wide, tokens, H, 1}}, H, 1, true), H, w_hr, 0);
@@ -197,8 +212,11 @@ struct Gradients {
 
  private:
   Tensor sum(bool needed, int64_t rows, int64_t columns) const {
-    return needed ? zeros(p.input, {p.directions, rows, columns}, p.acc) : empty(p.input, {0}, p.acc);
+    if (!needed) return empty(p.input, {0}, p.acc);
+    return p.empty() ? zeros(p.input, {p.directions, rows, columns}, p.acc)
+                     : empty(p.input, {p.directions, rows, columns}, p.acc);
   }
+  bool direct_input() const { return few_tokens(p) && !both(); }
   bool both() const { return p.has_w_ih && p.directions == 2; }
   Tensor input_tensor() const {
     if (!need_input) return empty(p.input, {0}, p.type);
@@ -215,6 +233,18 @@ struct Gradients {
       const int64_t offset =
           (static_cast<const char*>(row) - static_cast<const char*>(p.input.const_data_ptr())) / element;
       rows.push_back(static_cast<char*>(input.mutable_data_ptr()) + offset * own);
+    }
+    if (p.has_w_ih && direct_input()) {
+      const int64_t stride = rnn_kernels().row_stride(p.dtype, columns);
+      const Tensor& w = p.w_ih[static_cast<size_t>(d)];
+      Tensor sums = empty(p.input, {tokens, stride}, p.acc);
+      Packing b = packing_of(p, {w.const_data_ptr(), p.gate_columns, columns, 1}, columns, 1, false, nullptr, 0, 0);
+      if (p.cell == Cell::gru) b.first_row = 2 * H;  // as the columns of grad_z lie: those of n first
+      few_rows_product(p, {b, tokens, a.grad_z, a.grad_z_stride, nullptr, sums.mutable_data_ptr(), stride});
+      const RnnScatter s{p.dtype, columns, sums.const_data_ptr(), stride, rows.data(), 0};
+      for_ranges(tokens, columns, p.input, 0, p.acc,
+                 [&](int64_t begin, int64_t end, void*) { rnn_kernels().scatter(s, begin, end); });
+      return;
     }
     if (p.has_w_ih) {
       multiply(p, {tokens, columns, p.gate_columns, p.acc_dtype, a.grad_z, a.grad_z_stride, 1,
@@ -301,8 +331,12 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
     for (int64_t d = 0; d < D; ++d) {
       const auto i = static_cast<size_t>(d);
       RnnDirection direction = p.direction(d);
-      packed.push_back(pack(p, {{p.w_hh[i].const_data_ptr(), G, P, 1}}, P));
-      direction.packed_w_hh = packed.back().const_data_ptr();
+      const Source w_hh{p.w_hh[i].const_data_ptr(), G, P, 1};
+      direction.w_hh = packing_of(p, w_hh, P, 1, false, nullptr, G, 0);
+      if (!packs_on_the_way_back(p.layer)) {
+        packed.push_back(pack(p, {w_hh}, P));
+        direction.packed_w_hh = packed.back().const_data_ptr();
+      }
       if (p.has_w_hr) {
         packed.push_back(pack(p, {{p.w_hr[i].const_data_ptr(), P, H, 1}}, H));
         direction.packed_w_hr = packed.back().const_data_ptr();
@@ -387,7 +421,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
                 });
       for (int64_t d = 0; d < D; ++d) {
         const auto i = static_cast<size_t>(d);
-        gradients.add(d, x[i], previous_h[i], args[i]);
+        gradients.add(d, x[i], previous_h[i], args[i], end == T);
         if (!need_weights) continue;
         double* total = static_cast<double*>(totals.mutable_data_ptr()) + d * total_columns;
         add_columns(p, static_cast<int64_t>(x[i].size()), R, args[i].grad_z, stride, total);

@@ -48,19 +48,25 @@ struct RnnLayer {
   const uint8_t* resets;  // (steps, batch), or null
 };
 
-// One step needs the recurrent weights once: packed on the way, they are not written and read again.
+// Rows of a product up to which its weights are packed on the way, into scratch: they are used in one block of rows
+// anyhow, and not written and read again.
+constexpr int64_t kFewRows = 32;
+// One step needs the recurrent weights once.
 inline bool packs_on_the_way(const RnnLayer& l) { return l.steps == 1; }
+inline bool packs_on_the_way_back(const RnnLayer& l) {
+  return l.steps == 1 && l.batch <= kFewRows && !l.norm && !l.project;
+}
 
 struct RnnDirection {
   int64_t index;
   bool reverse;
-  const void* packed_w_hh;  // forward: W_hh transposed, in groups of gates, or null; backward: W_hh, in one group
+  const void* packed_w_hh;  // forward: W_hh transposed, in groups of gates; backward: W_hh, in one group; or null
   const void* packed_w_hr;  // forward: W_hr transposed; backward: W_hr; one group; null without a projection
   const void* b_hn;         // (hidden) acc, GRU's bias inside the reset gate, or null
   const void* peephole;     // (3, hidden) acc, or null
   const void* norm;         // one row acc, or null
   const void* mask;         // (batch, width) acc, the recurrent mask, or null
-  Packing w_hh;             // forward: how packed_w_hh is made, panel by panel in scratch where that is null
+  Packing w_hh;             // how packed_w_hh is made, a part at a time in scratch where that is null
 };
 
 // Steps [step_begin, step_end) of one direction, counted in the order of its forward pass. Memory "by token" holds the
@@ -133,6 +139,18 @@ struct RnnFewRows {
   int64_t c_stride;
 };
 
+// C(m, n) = sum over few tokens t of A(t, m) B(t, n), or that added to C. A and C in acc.
+struct RnnOuter {
+  Dtype b_type;
+  int64_t tokens, columns;
+  const void* a;
+  int64_t a_stride;
+  const void* const* b;  // rows, null for zeros
+  void* c;
+  int64_t c_stride;
+  bool accumulate;
+};
+
 struct RnnCellForward {
   Dtype dtype;
   Cell cell;
@@ -191,7 +209,8 @@ struct RnnKernels {
   int64_t (*few_rows_items)(const RnnFewRows&);
   int64_t (*few_rows_scratch)(const RnnFewRows&);
   void (*few_rows)(const RnnFewRows&, int64_t item, void* scratch);
-  int64_t (*row_stride)(Dtype dtype, int64_t columns);  // for rows of acc that are no power of two apart
+  void (*outer)(const RnnOuter&, int64_t begin, int64_t end);  // rows of C
+  int64_t (*row_stride)(Dtype dtype, int64_t columns);         // for rows of acc that are no power of two apart
   RnnPass forward, backward;
   void (*forward_turn)(const RnnForward&, const RnnShare&, int64_t turn, int64_t panel_begin, int64_t panel_end,
                        void* scratch);

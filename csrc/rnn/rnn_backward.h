@@ -157,17 +157,20 @@ struct Backward {
       if (next > 0) wide_step(t_next, next, table);
       return;
     }
-    const int64_t group = panel_group<kGemmVecs>(count);
+    const int64_t group = packed ? panel_group<kGemmVecs>(count) : kSlicePanels<A>;
+    A* slice = products + rows.share.rows * kSlicePanels<A> * kPanel<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group;
       const int64_t begin = panel * kPanel<A>, last = begin + panels * kPanel<A>, end = H < last ? H : last;
       const int64_t stride = group * kPanel<A>;
-      panel_products<A, kGemmVecs>(count, panels, G * H, d, d_stride, packed + panel * G * H * kPanel<A>, products,
-                                   stride, kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
-                                     for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
-                                   });
+      if (packed)
+        panel_products<A, kGemmVecs>(count, panels, G * H, d, d_stride, packed + panel * G * H * kPanel<A>, products,
+                                     stride, kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
+                                       for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
+                                     });
+      else slice_products(count, panels, d, d_stride, p.direction.w_hh, panel, products, stride, slice);
       carry(t, count, begin, end, begin, end, products, stride);
       change(count, next, begin, end, begin, end);
       for (int64_t i = 0; i < next; ++i) {
@@ -331,8 +334,10 @@ int64_t backward_panels(const RnnLayer& l) {
   return (l.width + kPanel<A> - 1) / kPanel<A>;
 }
 template <class A>
-int64_t backward_scratch(int64_t rows) {
-  return row_table_size<BackwardRow<A>, A>(rows) + (rows > 2 ? rows : 2) * kTilePanels<kGemmVecs> * kPanel<A>;
+int64_t backward_scratch(const RnnLayer& l, int64_t rows) {
+  const int64_t table = row_table_size<BackwardRow<A>, A>(rows);
+  if (packs_on_the_way_back(l)) return table + rows * kSlicePanels<A> * kPanel<A> + kSliceScratch<A>;
+  return table + (rows > 2 ? rows : 2) * kTilePanels<kGemmVecs> * kPanel<A>;
 }
 
 }  // namespace

@@ -188,6 +188,40 @@ void few_rows(const RnnFewRows& p, int64_t item, void* scratch) {
   SK_BY_ACC(p.b.dtype, few_rows_item(p, item, static_cast<A*>(scratch)));
 }
 
+// Tiles of 4 rows and 2 vectors: C is written once, in four streams, and A and B are few.
+template <class T>
+void outer_rows(const RnnOuter& p, int64_t begin, int64_t end) {
+  using A = acc_t<T>;
+  constexpr int kRows = 4, kVecs = 2;
+  const auto tile = [&](auto whole, int64_t m, int64_t n_rows, int64_t n) {
+    const int64_t rows = decltype(whole)::value ? kRows : n_rows;
+    const int64_t left = decltype(whole)::value ? kVecs * W<A> : p.columns - n;
+    Vec<A> acc[kRows][kVecs] = {};
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      const T* row = static_cast<const T*>(p.b[t]);
+      if (!row) continue;
+      const A* a = static_cast<const A*>(p.a) + t * p.a_stride + m;
+      Vec<A> x[kVecs];
+      for (int v = 0; v < kVecs; ++v)
+        x[v] = left >= kVecs * W<A> ? load(row + n + v * W<A>) : load_upto(row + n + v * W<A>, left - v * W<A>);
+      for (int i = 0; i < kRows; ++i)
+        for (int v = 0; v < kVecs; ++v) acc[i][v] += broadcast<A>(a[i < rows ? i : 0]) * x[v];
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      for (int v = 0; v < kVecs && v * W<A> < left; ++v) {
+        A* c = static_cast<A*>(p.c) + (m + i) * p.c_stride + n + v * W<A>;
+        const int64_t count = left - v * W<A>;
+        store_upto(c, p.accumulate ? load_upto(c, count) + acc[i][v] : acc[i][v], count);
+      }
+  };
+  for (int64_t m = begin; m < end; m += kRows)
+    for (int64_t n = 0; n < p.columns; n += kVecs * W<A>) {
+      if (end - m >= kRows && p.columns - n >= kVecs * W<A>) tile(std::true_type{}, m, kRows, n);
+      else tile(std::false_type{}, m, end - m < kRows ? end - m : kRows, n);
+    }
+}
+void outer(const RnnOuter& p, int64_t begin, int64_t end) { SK_DISPATCH(p.b_type, outer_rows<T>(p, begin, end)); }
+
 int64_t row_stride(Dtype dtype, int64_t columns) { SK_BY_ACC(dtype, padded_stride<A>(columns)); }
 
 int64_t forward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, forward_panels<A>(l)); }
@@ -199,7 +233,7 @@ int64_t backward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, backward_pa
 int64_t backward_state_size(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, BackwardState<A>(l, rows, nullptr).elements);
 }
-int64_t backward_scratch_size(const RnnLayer& l, int64_t rows) { SK_BY_ACC(l.dtype, backward_scratch<A>(rows)); }
+int64_t backward_scratch_size(const RnnLayer& l, int64_t rows) { SK_BY_ACC(l.dtype, backward_scratch<A>(l, rows)); }
 
 void forward_turn(const RnnForward& p, const RnnShare& share, int64_t turn, int64_t begin, int64_t end, void* scratch) {
   SK_CELL(p.layer->cell,
@@ -241,6 +275,7 @@ const RnnKernels rnn_kernels = {packed_size,
                                 few_rows_item_count,
                                 few_rows_scratch_size,
                                 few_rows,
+                                outer,
                                 row_stride,
                                 {forward_panel_count, forward_state_size, forward_scratch_size},
                                 {backward_panel_count, backward_state_size, backward_scratch_size},

@@ -205,6 +205,9 @@ struct Forward {
     const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
     if (packed) {
       packed += panel * size;
+    } else if (count == 1) {
+      before(0, 1);
+      return one_row_products(p.direction.w_hh, panel, panels, state.h[parity], products);
     } else {
       A* own = products + rows.share.rows * group_size<A>();
       for (int64_t q = 0; q < panels && count > 0; ++q) pack_panel(p.direction.w_hh, panel + q, own + q * size);
