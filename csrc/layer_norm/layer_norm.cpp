@@ -205,6 +205,13 @@ const void* widened(const DirectNorm& norm, Dtype from, const void* parameter, S
   return wide;
 }
 
+// Statistics in memory: their size, then all means, then the rest.
+constexpr size_t kHeader = 64;
+const unsigned char* means(const void* statistics) { return static_cast<const unsigned char*>(statistics) + kHeader; }
+const unsigned char* rstds(const DirectNorm& norm, const void* statistics) {
+  return means(statistics) + norm.rows * acc_size(norm.dtype);
+}
+
 // Of the statistics alone.
 LayerNormForward forward_arguments(const DirectNorm& norm, const void* input, void* statistics) {
   LayerNormForward args{};
@@ -214,8 +221,10 @@ LayerNormForward forward_arguments(const DirectNorm& norm, const void* input, vo
   args.input = input;
   args.input_stride = norm.columns;
   args.eps = norm.eps;
-  args.mean = statistics;
-  args.rstd = statistics ? static_cast<unsigned char*>(statistics) + statistics_size(norm) / 2 : nullptr;
+  if (!statistics) return args;
+  *static_cast<size_t*>(statistics) = statistics_size(norm);
+  args.mean = const_cast<unsigned char*>(means(statistics));
+  args.rstd = const_cast<unsigned char*>(rstds(norm, statistics));
   return args;
 }
 
@@ -226,7 +235,7 @@ STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
   m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
 }
 
-size_t statistics_size(const DirectNorm& norm) { return 2 * norm.rows * acc_size(norm.dtype); }
+size_t statistics_size(const DirectNorm& norm) { return kHeader + 2 * norm.rows * acc_size(norm.dtype); }
 
 void direct_forward(const DirectNorm& norm, const void* input, const void* residual, const void* weight,
                     const void* bias, void* output, void* sum, void* statistics) {
@@ -248,7 +257,7 @@ void direct_backward(const DirectNorm& norm, const void* statistics, const void*
   const size_t size = acc_size(norm.dtype), partial = (chunks.sums() * norm.columns * size + 63) / 64 * 64;
   Scratch scratch;
   scratch.reserve(statistics_size(norm) + 64 + 3 * (norm.columns * size + 64) + 2 * partial);
-  if (!statistics) {
+  if (!statistics || *static_cast<const size_t*>(statistics) != statistics_size(norm)) {
     void* found = scratch.take(statistics_size(norm));
     run_forward(forward_arguments(norm, input, found), norm.rows);
     statistics = found;
@@ -265,8 +274,8 @@ void direct_backward(const DirectNorm& norm, const void* statistics, const void*
   args.grad_sum_stride = norm.columns;
   args.input = input;
   args.input_stride = norm.columns;
-  args.mean = statistics;
-  args.rstd = static_cast<const unsigned char*>(statistics) + statistics_size(norm) / 2;
+  args.mean = means(statistics);
+  args.rstd = rstds(norm, statistics);
   args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.grad_residual = grad_input;
   args.rows_per_chunk = chunks.rows_per_chunk;

@@ -262,9 +262,10 @@ PyMethodDef kApply = method<apply>("layer_norm_node"), kApplyAdded = method<appl
 }  // namespace
 }  // namespace seqkern
 
-// Called once from Python; returns (apply, apply_added).
-extern "C" __attribute__((visibility("default"))) PyObject* seqkern_layer_norm_node(PyObject* long_way,
-                                                                                    void* direct_backward) {
+// Called once from Python; returns (apply, apply_added). The number in its name grows with what it and the kernels'
+// library expect of each other: one that was built before is not taken for this.
+extern "C" __attribute__((visibility("default"))) PyObject* seqkern_layer_norm_node_2(PyObject* long_way,
+                                                                                      void* direct_backward) {
   Py_INCREF(long_way);  // for ever
   seqkern::long_way = long_way;
   seqkern::kernels_backward = reinterpret_cast<decltype(seqkern::kernels_backward)>(direct_backward);

@@ -170,7 +170,7 @@ struct Backward {
                                      stride, kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
                                        for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
                                      });
-      else slice_products(count, panels, d, d_stride, p.direction.w_hh, panel, products, stride, slice);
+      else if (count > 0) slice_products(count, panels, d, d_stride, p.direction.w_hh, panel, products, stride, slice);
       carry(t, count, begin, end, begin, end, products, stride);
       change(count, next, begin, end, begin, end);
       for (int64_t i = 0; i < next; ++i) {

@@ -143,7 +143,9 @@ def _cpp_nodes() -> tuple[Any, Any] | None:
         return None
     address = _library_of_kernels.seqkern_direct_backward
     address.restype = ctypes.c_void_p
-    nodes = ctypes.PyDLL(str(path)).seqkern_layer_norm_node
+    nodes = getattr(ctypes.PyDLL(str(path)), "seqkern_layer_norm_node_2", None)
+    if nodes is None:  # built before this version
+        return None
     nodes.argtypes, nodes.restype = [ctypes.py_object, ctypes.c_void_p], ctypes.py_object
     found: tuple[Any, Any] = nodes(_long_way, address())
     return found
