@@ -37,6 +37,15 @@ template <class A>
 constexpr int64_t kBlockC = kBlockRows * (kBlockColumns + kPad<A>);
 
 constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+// Calls f with an element of the type, one of those that share the accumulation type A.
+template <class A, class F>
+SK_INLINE void by_element(Dtype dtype, const F& f) {
+  if constexpr (sizeof(A) == 8) f(double{});
+  else if (dtype == Dtype::f32) f(float{});
+  else if (dtype == Dtype::bf16) f(BFloat16{});
+  else f(Half{});
+}
+
 template <class A>
 int64_t panel_width(int64_t groups) {
   return (groups == 1 ? kGemmVecs : groups) * W<A>;
@@ -108,15 +117,7 @@ void pack_item(const Packing& p, int64_t item) {
 // A whole panel, where it is needed, instead of all of them before.
 template <class A>
 void pack_panel(const Packing& p, int64_t panel, A* packed) {
-  if constexpr (sizeof(A) == 8) {
-    pack_rows<double>(p, panel, 0, p.depth, packed);
-  } else {
-    switch (p.dtype) {
-      case Dtype::bf16: pack_rows<BFloat16>(p, panel, 0, p.depth, packed); break;
-      case Dtype::f16: pack_rows<Half>(p, panel, 0, p.depth, packed); break;
-      default: pack_rows<float>(p, panel, 0, p.depth, packed); break;
-    }
-  }
+  by_element<A>(p.dtype, [&](auto t) { pack_rows<decltype(t)>(p, panel, 0, p.depth, packed); });
 }
 
 // Cache lines that the next piece of work needs, asked for a few at a time while the tiles of this one compute: all at
@@ -207,15 +208,7 @@ void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth
 template <class A>
 void stage_any(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, A* staged, int64_t& row_stride,
                int64_t& k_stride) {
-  if constexpr (sizeof(A) == 8) {
-    stage<double>(p, m0, rows, k0, depth, staged, row_stride, k_stride);
-  } else {
-    switch (p.a_type) {
-      case Dtype::bf16: stage<BFloat16>(p, m0, rows, k0, depth, staged, row_stride, k_stride); break;
-      case Dtype::f16: stage<Half>(p, m0, rows, k0, depth, staged, row_stride, k_stride); break;
-      default: stage<float>(p, m0, rows, k0, depth, staged, row_stride, k_stride); break;
-    }
-  }
+  by_element<A>(p.a_type, [&](auto t) { stage<decltype(t)>(p, m0, rows, k0, depth, staged, row_stride, k_stride); });
 }
 
 // Where A(m0 .. m0 + rows, 0 ...) can be read in place: its first element, and the stride of its rows; else null.
@@ -253,15 +246,7 @@ void write_back_as(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64
 template <class A>
 SK_INLINE void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns, const A* c,
                           int64_t ldc) {
-  if constexpr (sizeof(A) == 8) {
-    write_back_as<double>(p, m0, rows, n0, columns, c, ldc);
-  } else {
-    switch (p.c_type) {
-      case Dtype::bf16: write_back_as<BFloat16>(p, m0, rows, n0, columns, c, ldc); break;
-      case Dtype::f16: write_back_as<Half>(p, m0, rows, n0, columns, c, ldc); break;
-      default: write_back_as<float>(p, m0, rows, n0, columns, c, ldc); break;
-    }
-  }
+  by_element<A>(p.c_type, [&](auto t) { write_back_as<decltype(t)>(p, m0, rows, n0, columns, c, ldc); });
 }
 SK_INLINE void fetch_tile(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns) {
   const int64_t size = size_of(p.c_type);

@@ -24,8 +24,8 @@ struct Packing {
   void* packed;
   int64_t packed_depth, packed_begin;  // the source is rows [packed_begin, packed_begin + depth) of the packed B
   const void* const* rows = nullptr;   // instead of source and k_stride (n_stride is 1): row k of B, null for zeros
-  int64_t first_row =
-      0;  // products of few rows by a row-major B only: its row k is the source's (first_row + k) % depth
+  // For the products of few rows with a row-major B alone: row k of B is row (first_row + k) % depth of the source.
+  int64_t first_row = 0;
 };
 
 // C(m, n) = bias[n] + sum_k A(m, k) B(k, n), or that added to C; with B packed as one group.

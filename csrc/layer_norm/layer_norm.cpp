@@ -15,7 +15,8 @@ namespace {
 
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 16384;
-// The partial sums of the parameter gradients: at most so many chunks, and about so many elements in all.
+// The partial sums of the parameter gradients: about so many chunks at most, and about so many elements in all, each
+// twice where the rows of a chunk are added in parts.
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kPartialElements = int64_t{1} << 22;
 constexpr int64_t kLeastRows = 8;

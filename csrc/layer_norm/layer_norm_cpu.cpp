@@ -29,8 +29,8 @@
 //
 // Tried and lost on a Zen 3: two and four rows at a time in the backward pass of float32, for fewer loads and stores of
 // the sums (4096 x 768 1.35 and 1.5 times the time of one: they leave the nearest cache; bfloat16 gains a tenth by
-// two); stores past the caches (4096 x 768 3 % faster, what reads the result 1.6 times slower; and 4 times slower
-// backward from 1024 columns on).
+// two); stores past the caches (4096 x 768 3 to 8 % faster, what reads the result 1.3 to 1.45 times slower; and 4 times
+// slower backward from 1024 columns on).
 //
 // Tried and lost (AVX-512, 2 cores of a server, medians): Welford's update (a division and a dependent chain a vector);
 // x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the mean (11 %
@@ -46,10 +46,11 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-constexpr int kUnroll = 4;                                     // independent sums, to cover the latency of the addition
-constexpr int64_t kLine = 64;                                  // bytes of a cache line
-constexpr int64_t kWrittenAhead = 2048;                        // bytes
-constexpr int64_t kReadAhead = SK_VEC_BYTES == 64 ? 0 : 8192;  // bytes of the longest row for which it pays
+// Independent sums, to cover the latency of the addition.
+constexpr int kUnroll = 4;
+// In bytes: a cache line, how far ahead lines are asked for that will be written, and the longest row after which it
+// pays to ask for the next one.
+constexpr int64_t kLine = 64, kWrittenAhead = 2048, kReadAhead = SK_VEC_BYTES == 64 ? 0 : 8192;
 
 // Calls body(column, slot, unit) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
 // part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds

@@ -107,7 +107,7 @@ void few_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* a, 
 
 // One row times a vector of columns of B, the first `count` of which exist, that lie as rows: transposed in registers
 // on the way. W of them are as many streams as a cache holds whose rows are a power of two apart; four vectors at a
-// time, for more sums at once, take twice as long.
+// time, for more sums at once, take up to twice as long.
 template <class T>
 void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t depth, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
@@ -148,19 +148,10 @@ void one_row_products_of(const Packing& b, int64_t first_panel, int64_t panels, 
 }
 template <class A>
 void one_row_products(const Packing& b, int64_t first_panel, int64_t panels, const A* a, A* c) {
-  if constexpr (sizeof(A) == 8) {
-    one_row_products_of<double>(b, first_panel, panels, a, c);
-  } else {
-    switch (b.dtype) {
-      case Dtype::bf16: one_row_products_of<BFloat16>(b, first_panel, panels, a, c); break;
-      case Dtype::f16: one_row_products_of<Half>(b, first_panel, panels, a, c); break;
-      default: one_row_products_of<float>(b, first_panel, panels, a, c); break;
-    }
-  }
+  by_element<A>(b.dtype, [&](auto t) { one_row_products_of<decltype(t)>(b, first_panel, panels, a, c); });
 }
 
-// Panels of a row-major B that are worked on together, kPanelSlice rows at a time: long runs of each row, in order, so
-// that the memory delivers them ahead (from 512 bytes of a row at a time on request, 60 % more time).
+// Panels of a row-major B that are worked on together, kPanelSlice rows at a time: long runs of each row, in order.
 template <class A>
 constexpr int64_t kSlicePanels = 512 / kPanel<A>;
 template <class A>
@@ -238,15 +229,8 @@ void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t 
 template <class A>
 void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Packing& b, int64_t first_panel, A* c,
                     int64_t ldc, A* slice) {
-  if constexpr (sizeof(A) == 8) {
-    slice_products_of<double>(rows, panels, a, lda, b, first_panel, c, ldc, slice);
-  } else {
-    switch (b.dtype) {
-      case Dtype::bf16: slice_products_of<BFloat16>(rows, panels, a, lda, b, first_panel, c, ldc, slice); break;
-      case Dtype::f16: slice_products_of<Half>(rows, panels, a, lda, b, first_panel, c, ldc, slice); break;
-      default: slice_products_of<float>(rows, panels, a, lda, b, first_panel, c, ldc, slice); break;
-    }
-  }
+  by_element<A>(b.dtype,
+                [&](auto t) { slice_products_of<decltype(t)>(rows, panels, a, lda, b, first_panel, c, ldc, slice); });
 }
 
 // Work items of such a product whose panels are packed on the way: groups of panels.

@@ -139,9 +139,8 @@ def attention(
             query stands at the first key.
         attn_mask: broadcasts to (B, H, Nq, Nk). bool: True is visible; float32 or the query's dtype: added to the
             scores, and differentiable. Read in place, with any strides.
-        key_lengths: (B,), int32 or int64: sequence b has only the first key_lengths[b] keys. The others are never read.
-            More than there are count as all, less than 0 as none.
-            d does not depend on it.
+        key_lengths: (B,), int32 or int64: sequence b has only the first key_lengths[b] keys, all for a number above Nk,
+            none for one below 0. The others are never read. d does not depend on it.
         window: (left, right): a query sees no key more than `left` before it or `right` after it; -1 or None is without
             limit. With causal, right is 0.
         alibi_slopes: (H,) or (B, H), any floating dtype: what a head takes off a score for each step of distance.
