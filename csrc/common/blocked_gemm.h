@@ -23,9 +23,9 @@ namespace {
 
 template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
-// Terms of a sum in a row, as in gemm.h. With 12 accumulators, 64 instead of 32 take 3% less time, but an LSTM of 129
-// inputs then has twice torch's error.
-constexpr int64_t kPanelSlice = kGemmSlice;
+// Terms of a sum in a row. With 12 accumulators, 64 instead of 32 take 3% less time, but an LSTM of 129 inputs then has
+// twice torch's error.
+constexpr int64_t kPanelSlice = 32;
 // Depth of a slice: 16 or 32 KB of a panel, which L1 keeps over the rows of a block.
 constexpr int64_t kBlockDepth = 512 / kGemmVecs;
 // A row of scratch ends one cache line later than a power of two.
