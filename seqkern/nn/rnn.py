@@ -58,6 +58,14 @@ class _Recurrent(torch.nn.RNNBase):
         directions = ("", "_reverse") if self.bidirectional else ("",)
         return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
+    def _weights(self) -> list[Any]:
+        """Every weight, in the order of `seqkern.lstm`."""
+        names, parameters = [name for names in self._all_weights for name in names], self._parameters
+        try:
+            return [parameters[name] for name in names]
+        except KeyError:  # under a parametrization, or in a replica, they are attributes only
+            return [getattr(self, name) for name in names]
+
     def _sides(self) -> tuple[str, ...]:
         return ("ih", "hh", "c") if self.mode == "LSTM" else ("ih", "hh")
 
@@ -121,7 +129,7 @@ class _Recurrent(torch.nn.RNNBase):
         return _FUNCTIONS[self.mode](
             input,
             hx,
-            [weight for weights in self.all_weights for weight in weights],
+            self._weights(),
             lengths=lengths,
             num_layers=self.num_layers,
             bidirectional=self.bidirectional,

@@ -46,6 +46,9 @@ def run(
     assert input is not None
     assert h0 is not None
     directions, cell = h0.shape[0], numbers[-1]
+    if backend != "reference" and _kernel_alone(input, h0, c0, lists):
+        results = kernel("rnn_fwd", input)(input, h0, c0, *lists, *constants, *numbers, False, return_cells)
+        return results[:4] if cell == LSTM else results[:2]
     nothing: list[Tensor | None] = [None] * directions
     flat = [t for each in lists for t in (each or nothing)]
     if backend == "reference":
@@ -57,6 +60,13 @@ def run(
     keep = return_cells or ((wanted or transforms_active()) and not (recompute and cell != LSTM))
     output, h_n, c_n, cells, _, _ = apply(_Rnn, _RnnEager, wanted, *tensors, *numbers, keep, recompute, *flat)
     return (output, h_n, c_n, cells) if cell == LSTM else (output, h_n)
+
+
+def _kernel_alone(input: Tensor, h0: Tensor, c0: Tensor | None, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether nobody asks for derivatives: then autograd needs to know nothing of the call."""
+    if transforms_active() or torch.compiler.is_compiling():
+        return False
+    return not torch.is_grad_enabled() or not wants_gradient(input, h0, c0, *(t for each in lists for t in each))
 
 
 def run_cell(backend: str, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:

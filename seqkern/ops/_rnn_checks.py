@@ -44,6 +44,11 @@ class Sizes:
         """The weights of a layer in one direction."""
         return ["w_ih", "w_hh", *(["b_ih", "b_hh"] if self.bias else []), *(["w_hr"] if self.projected else [])]
 
+    @property
+    def per_cell(self) -> int:
+        """The number of them."""
+        return 2 + 2 * self.bias + self.projected
+
     def shape(self, name: str, layer: int) -> tuple[int, ...]:
         if name == "w_ih":
             return self.gates, self.inputs_of(layer)
@@ -118,10 +123,11 @@ def check_state(op: str, hx: Any) -> Tensor:
 
 def prepare_state(op: str, hx: Any, input: Tensor, batch: int, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
     """h, and c of an LSTM; zeros where none is given."""
-    shapes = [(sizes.layers * sizes.directions, batch, width) for width in (sizes.width, sizes.hidden)]
     if hx is None:
-        h, c = input.new_zeros(shapes[0]), input.new_zeros(shapes[1]) if sizes.cell == LSTM else None
-        return h, c
+        rows = sizes.layers * sizes.directions
+        h = input.new_zeros((rows, batch, sizes.width))
+        return h, input.new_zeros((rows, batch, sizes.hidden)) if sizes.cell == LSTM else None
+    shapes = [(sizes.layers * sizes.directions, batch, width) for width in (sizes.width, sizes.hidden)]
     if sizes.cell != LSTM:
         check_like(op, "hx", check_state(op, hx), input, shapes[0])
         return hx, None
@@ -138,10 +144,41 @@ def _check_list(op: str, name: str, tensors: Any) -> None:
         raise TypeError(f"{op}: {name} must be a list of tensors, got {type(tensors).__name__}")
 
 
+_known: dict[Any, Sizes] = {}  # what check_weights found of shapes that it has seen
+
+
 def check_weights(
     op: str, cell: int, input: Tensor, weights: Sequence[Tensor], num_layers: int, bidirectional: bool
 ) -> Sizes:
     """The sizes of the network, which the weights say."""
+    key = None if torch.compiler.is_compiling() else _key(cell, input, weights, num_layers, bidirectional)
+    sizes = None if key is None else _known.get(key)
+    if sizes is None:
+        sizes = _check_weights(op, cell, input, weights, num_layers, bidirectional)
+        if key is not None:
+            if len(_known) >= 1024:
+                _known.clear()
+            _known[key] = sizes
+    return sizes
+
+
+def _key(cell: int, input: Tensor, weights: Any, num_layers: int, bidirectional: bool) -> Any:
+    """All that the sizes depend on, of weights in the input's dtype and on its device; None for others."""
+    if type(weights) is not list:
+        return None
+    dtype, device = input.dtype, input.device
+    shapes = [t.shape for t in weights if isinstance(t, Tensor) and t.dtype == dtype and t.device == device]
+    key = (cell, input.shape[2], num_layers, bool(bidirectional), *shapes)
+    try:
+        hash(key)
+    except TypeError:  # sizes that are symbols
+        return None
+    return key if len(shapes) == len(weights) else None
+
+
+def _check_weights(
+    op: str, cell: int, input: Tensor, weights: Sequence[Tensor], num_layers: int, bidirectional: bool
+) -> Sizes:
     directions = 2 if bidirectional else 1
     cells = num_layers * directions
     _check_list(op, "weights", weights)
@@ -205,6 +242,8 @@ def check_peepholes(op: str, peepholes: Any, input: Tensor, sizes: Sizes) -> lis
 
 
 def check_probability(op: str, name: str, p: Any) -> float:
+    if type(p) is float and p == 0:
+        return 0.0
     if isinstance(p, bool) or not isinstance(p, (int, float)):
         raise TypeError(f"{op}: {name} must be a probability, got {type(p).__name__}")
     p = _constant(p)

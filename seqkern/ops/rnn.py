@@ -338,7 +338,7 @@ def _network(
     x = input.transpose(0, 1) if batch_first else input
     if lengths is not None:  # what stands past the end is not to be multiplied, by a zero gradient even
         x = torch.where((torch.arange(steps, device=x.device)[:, None] < lengths)[..., None], x, 0)
-    per_cell = len(sizes.names)
+    per_cell = sizes.per_cell
     states, cells = [], x
     for layer in range(num_layers):
         first, end = layer * directions, (layer + 1) * directions
@@ -370,10 +370,15 @@ def _network(
 
 def _lists(sizes: Sizes, weights: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     """The seven lists of a layer, in the kernels' order."""
-    names = sizes.names
+    each = sizes.per_cell
     return {
-        name: list(weights[names.index(name) :: len(names)]) if name in names else []
-        for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "peephole", "norm")
+        "w_ih": list(weights[::each]),
+        "w_hh": list(weights[1::each]),
+        "b_ih": list(weights[2::each]) if sizes.bias else [],
+        "b_hh": list(weights[3::each]) if sizes.bias else [],
+        "w_hr": list(weights[each - 1 :: each]) if sizes.projected else [],
+        "peephole": [],
+        "norm": [],
     }
 
 
