@@ -1,12 +1,18 @@
 """`python -m seqkern`: what this machine is, and for every op which kernel runs and why, on the CPU and on a GPU."""
 
+import argparse
+
 import torch
 
+import seqkern
 from seqkern._explain import describe_machine, explain
 from seqkern._library import FUNCTIONS
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m seqkern", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"seqkern {seqkern.__version__}")
+    parser.parse_args()
     rows = describe_machine()
     width = max(len(label) for label, _ in rows)
     for label, value in rows:

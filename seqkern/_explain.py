@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+import seqkern
 from seqkern import _attention_cuda, _library
 from seqkern._library import FUNCTIONS, available_isas, backend_for, cpu_isa, cuda_archs, has_triton, node_library
 
@@ -109,6 +110,7 @@ def _scan(op: str, tensors: tuple[torch.Tensor, ...]) -> tuple[bool, str]:
 def describe_machine() -> list[tuple[str, str]]:
     """What decides which kernels run here, as (label, value) pairs: processor, tier, threads, versions, devices."""
     rows = [
+        ("seqkern", seqkern.__version__),
         ("processor", _processor_name()),
         ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
         ("autograd nodes of small norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),

@@ -109,6 +109,7 @@ class Case:
     """One op with inputs to run it on: the same call in seqkern, in torch and in the reference.
 
     `inputs` makes the tensors, in float64; the functions take them by name and return a tensor or a tuple of tensors.
+    Where an op is not differentiable, there are no gradients to compare.
     """
 
     inputs: Callable[[torch.Generator], dict[str, Tensor]]
@@ -118,6 +119,8 @@ class Case:
     factors: Mapping[str, float] = field(
         default_factory=dict, hash=False
     )  # by the tensor's name, where it is not `compare`'s
+    outputs: tuple[str, ...] = ("output",)  # their names
+    differentiable: bool = True
 
 
 def run(
@@ -125,15 +128,24 @@ def run(
     inputs: dict[str, Tensor],
     cotangent_dtypes: Sequence[torch.dtype] | None = None,
     cotangent_seed: int = 1,
+    names: Sequence[str] | None = None,
+    differentiate: bool = True,
 ) -> dict[str, Tensor]:
     """Outputs of function(**inputs) and the gradients of every input, for fixed random cotangents.
 
     Cotangents are rounded to `cotangent_dtypes` (default: the outputs' own), so that a float64 run can use those of a
-    run in another dtype.
+    run in another dtype. `names` are the outputs' (default: output, or output 0 and so on).
     """
-    leaves = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in inputs.items()}
+    leaves = {
+        name: t.detach().clone().requires_grad_(differentiate and t.is_floating_point()) for name, t in inputs.items()
+    }
     result = function(**leaves)
     outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+    if names is None:
+        names = ["output"] if len(outputs) == 1 else [f"output {i}" for i in range(len(outputs))]
+    tensors = {name: o.detach() for name, o in zip(names, outputs, strict=True)}
+    if not differentiate:
+        return tensors
     generator = torch.Generator().manual_seed(cotangent_seed)
     cotangents = [
         torch.randn(o.shape, dtype=torch.float64, generator=generator).to(dtype).to(o)
@@ -141,7 +153,6 @@ def run(
     ]
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
     grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
-    tensors = {"output" if len(outputs) == 1 else f"output {i}": o.detach() for i, o in enumerate(outputs)}
     return tensors | {f"grad {name}": g for name, g in zip(wanted, grads, strict=True) if g is not None}
 
 
@@ -149,10 +160,11 @@ def check_case(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int
     """Runs a case in `dtype` under the backend in force: one report for every output and gradient."""
     exact = case.inputs(torch.Generator().manual_seed(seed))
     rounded = {name: t.to(dtype).to(device) for name, t in exact.items()}
-    ours = run(case.ours, rounded)
-    dtypes = [t.dtype for name, t in ours.items() if name.startswith("output")]
-    theirs = run(case.torch, rounded, dtypes)
-    oracle = run(case.reference, {name: t.double().cpu() for name, t in rounded.items()}, dtypes)
+    options: dict[str, Any] = {"names": case.outputs, "differentiate": case.differentiable}
+    ours = run(case.ours, rounded, **options)
+    dtypes = [ours[name].dtype for name in case.outputs]
+    theirs = run(case.torch, rounded, dtypes, **options)
+    oracle = run(case.reference, {name: t.double().cpu() for name, t in rounded.items()}, dtypes, **options)
     return [
         compare(ours[name], theirs[name], oracle[name], factor=case.factors.get(name, 2.0), name=name)
         for name in oracle
@@ -165,8 +177,9 @@ def verify(
     """Runs the standard case of `op` against the oracle and torch: one report for every output and gradient.
 
     Args:
-        op: "attention", "attention_varlen", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru",
-            "rnn_tanh", "rnn_relu", each of them with "_cell" behind, "lstm_options" or "gru_options".
+        op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
+            "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", each of them with "_cell"
+            behind, "lstm_options" or "gru_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.
@@ -257,7 +270,13 @@ def add_layer_norm_case(
 
         return function
 
-    return Case(inputs=make, ours=ours, torch=composed(case.torch), reference=composed(case.reference))
+    return Case(
+        inputs=make,
+        ours=ours,
+        torch=composed(case.torch),
+        reference=composed(case.reference),
+        outputs=("output", "sum"),
+    )
 
 
 def attention_case(
@@ -411,7 +430,52 @@ def attention_case(
     # torch's error). And of a few numbers, each a sum over all queries, torch's error can be small by luck.
     factors = dict.fromkeys(("grad query", "grad key", "grad value", "grad attn_mask"), 2.0 if plain else 4.0)
     factors |= {"grad alibi_slopes": 8.0, "grad sinks": 8.0}
-    return Case(inputs=make, ours=ours, torch=with_rows(of_torch), reference=with_rows(expected), factors=factors)
+    functions: dict[str, Any] = {"ours": ours, "torch": with_rows(of_torch), "reference": with_rows(expected)}
+    return Case(inputs=make, **functions, factors=factors, outputs=("output", "lse"))
+
+
+def attention_decode_case(
+    lengths: Sequence[int] = (5, 130, 64), *, queries: int = 3, heads: int = 8, kv_heads: int = 2, head_dim: int = 64
+) -> Case:
+    """New tokens of sequences with `lengths` keys in their caches, of which the last are the new tokens'.
+
+    What the caches hold beyond is NaN for seqkern.
+    """
+    room = max(lengths) + 7
+
+    def make(g: torch.Generator) -> dict[str, Tensor]:
+        caches = {name: _normal(g, len(lengths), kv_heads, room, head_dim) for name in ("key_cache", "value_cache")}
+        return {"query": _normal(g, len(lengths), heads, queries, head_dim)} | caches
+
+    def ours(query: Tensor, **caches: Tensor) -> Tensor:
+        ends = torch.tensor(lengths, device=query.device)
+        beyond = (torch.arange(room, device=query.device) >= ends[:, None])[:, None, :, None]
+        keys, values = (cache.masked_fill(beyond, math.nan) for cache in caches.values())
+        output: Any = seqkern.attention_decode(query, keys, values, ends)
+        return output
+
+    def one_by_one(function: Callable[..., Tensor]) -> Any:
+        def all_of_them(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+            parts = []
+            for b, n in enumerate(lengths):
+                parts.append(function(query[b : b + 1], key_cache[b : b + 1, :, :n], value_cache[b : b + 1, :, :n]))
+            return torch.cat(parts)
+
+        return all_of_them
+
+    def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Sums over the head dimension in the other order: in float64 torch would round just as the oracle does.
+        visible = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - queries)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query.flip(-1), key.flip(-1), value, visible, enable_gqa=True
+        )
+
+    def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return reference.attention(query, key, value, diagonal=key.shape[2] - queries, right=0)[0]
+
+    return Case(
+        inputs=make, ours=ours, torch=one_by_one(of_torch), reference=one_by_one(expected), differentiable=False
+    )
 
 
 def rnn_case(
@@ -650,7 +714,8 @@ def rnn_case(
 
     # Of sums over all steps and sequences, each of what came through many steps, torch's error can be small by luck.
     factors = dict.fromkeys((f"grad {name}" for name in ("h0", "c0", *shapes)), 4.0)
-    return Case(inputs=make, ours=ours, torch=of_torch, reference=expected, factors=factors)
+    outputs = ("output", "h_n", "c_n") if kind == LSTM else ("output", "h_n")
+    return Case(inputs=make, ours=ours, torch=of_torch, reference=expected, factors=factors, outputs=outputs)
 
 
 def rnn_cell_case(cell: str = "lstm", batch: int = 33, inputs: int = 17, hidden: int = 65, *, std: float = 1.0) -> Case:
@@ -680,6 +745,7 @@ def rnn_cell_case(cell: str = "lstm", batch: int = 33, inputs: int = 17, hidden:
         ours=run_in(getattr(seqkern, f"{cell}_cell")),
         torch=run_in(getattr(torch, f"{cell}_cell")),
         reference=expected,
+        outputs=("h", "c") if kind == LSTM else ("h",),
     )
 
 
@@ -696,6 +762,7 @@ _ALL_RNN_OPTIONS: dict[str, Any] = {
 CASES: dict[str, Case] = {
     "attention": attention_case(),
     "attention_varlen": attention_case(packed=[(3, 5), (1, 150), (70, 70), (129, 200)], heads=4, kv_heads=2),
+    "attention_decode": attention_decode_case(),
     "layer_norm": layer_norm_case(),
     "rms_norm": layer_norm_case(centred=False),
     "add_layer_norm": add_layer_norm_case(),

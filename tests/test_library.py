@@ -337,6 +337,21 @@ def test_command_line_names_every_op():
     for op in _library.FUNCTIONS:
         assert re.search(rf"^{op}: ", output, re.MULTILINE)
     assert torch.__version__ in output
+    assert re.search(rf"^seqkern +{re.escape(seqkern.__version__)}$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "told"),
+    [
+        ("--version", 0, f"seqkern {seqkern.__version__}"),
+        ("--help", 0, "which kernel runs"),
+        ("--verison", 2, "usage:"),
+    ],
+)
+def test_command_line_options(option, code, told):
+    result = subprocess.run([sys.executable, "-m", "seqkern", option], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == code
+    assert told in result.stdout + result.stderr
 
 
 # ---- torch.compile around a transform -------------------------------------------------------------------------------
@@ -421,6 +436,21 @@ def test_poison_fills_new_memory():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_standard_cases_pass(op, dtype, passes):
     passes(verify(op, dtype))
+
+
+def test_outputs_have_names():
+    expected = {"attention": ["output", "lse"], "add_rms_norm": ["output", "sum"], "gru": ["output", "h_n"]}
+    expected |= {"lstm": ["output", "h_n", "c_n"], "lstm_cell": ["h", "c"], "attention_decode": ["output"]}
+    for op, names in expected.items():
+        reports = verify(op, torch.float32)
+        assert [report.name for report in reports if " grad " not in report.name] == [f"{op} {name}" for name in names]
+        assert (len(reports) > len(names)) == (op != "attention_decode")
+
+
+def test_decoding_that_reads_beyond_the_cache_fails(monkeypatch):
+    attention_decode = seqkern.attention_decode
+    monkeypatch.setattr(seqkern, "attention_decode", lambda q, k, v, n: attention_decode(q, k, v, n + 1))
+    assert not verify("attention_decode", torch.float32)[0].passed
 
 
 def test_verify_rejects_unknown_ops():
