@@ -603,6 +603,51 @@ def test_lengths_out_of_range(lengths):
         seqkern.nn.GRU(4, 5)(torch.randn(3, 2, 4), lengths=lengths)
 
 
+def test_weights_that_passed_once_are_looked_at_again():
+    """Shapes that passed pass again; all else counts, and the same shapes may mean another network."""
+    x = torch.randn(3, 2, 5)
+    for _ in range(2):
+        for options in ({"bidirectional": True}, {"num_layers": 2}):
+            theirs = torch.nn.LSTM(5, 5, **options)
+            ours = seqkern.lstm(x, None, list(theirs.parameters()), **options)
+            torch.testing.assert_close((ours[0], *ours[1]), (theirs(x)[0], *theirs(x)[1]))
+        for nonlinearity in ("tanh", "relu"):
+            theirs = torch.nn.RNN(5, 5, nonlinearity=nonlinearity)
+            ours = getattr(seqkern, f"rnn_{nonlinearity}")(x, None, list(theirs.parameters()))
+            torch.testing.assert_close(ours, theirs(x))
+    weights = list(torch.nn.LSTM(5, 5).parameters())
+    seqkern.lstm(x, None, weights)
+    changes = [
+        (TypeError, "must have the input's dtype torch.float32, got torch.float64", lambda t: t.double()),
+        (ValueError, "must be on the input's device cpu, got meta", lambda t: t.to("meta")),
+        (TypeError, "must be a tensor, got ndarray", lambda t: t.detach().numpy()),
+    ]
+    for error, words, change in changes:
+        for n in range(4):
+            with pytest.raises(error, match=rf"lstm: weights\[{n}\] .*{words}|lstm: weights\[1\] {words}"):
+                seqkern.lstm(x, None, [change(t) if i == n else t for i, t in enumerate(weights)])
+    with pytest.raises(ValueError, match=r"lstm: weights\[0\] \(w_ih\) must have shape \(20, 4\), got \(20, 5\)"):
+        seqkern.lstm(x[..., :4], None, weights)
+    with pytest.raises(ValueError, match=r"lstm: weights\[2\] \(w_ih\) must have 2 dimensions"):
+        seqkern.lstm(x, None, weights, num_layers=2)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_parametrized_weights_are_found(differentiable):
+    class Twice(torch.nn.Module):
+        def forward(self, t):
+            return 2 * t
+
+    ours, x = seqkern.nn.GRU(4, 6), torch.randn(3, 2, 4)
+    with torch.set_grad_enabled(differentiable):
+        before = ours(x)[0]
+        torch.nn.utils.parametrize.register_parametrization(ours, "weight_hh_l0", Twice())
+        expected = seqkern.gru(x, None, [ours.weight_ih_l0, ours.weight_hh_l0, ours.bias_ih_l0, ours.bias_hh_l0])[0]
+        after = ours(x)[0]
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before)
+
+
 def test_a_projection_to_nothing_is_refused():
     weights = [torch.ones(8, 1), torch.zeros(8, 0), torch.zeros(0, 2)]
     with pytest.raises(ValueError, match="a projection must be narrower than the hidden size 2, not 0, got 0"):
