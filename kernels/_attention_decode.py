@@ -162,7 +162,7 @@ def plan_decode(problem, sinks, out, lse):
     block_dv = max(16, triton.next_power_of_2(dv))
     constants = {
         "UNITS": problem.units,
-        "BLOCK_C": max(4, 8192 // block_dv // (2 if lse.element_size() == 8 else 1)),
+        "BLOCK_C": min(256, max(4, 8192 // block_dv // (2 if lse.element_size() == 8 else 1))),
         "BLOCK_DV": block_dv,
     }
     arguments = (partial, chunk_max, chunk_sum, sinks, out, lse, nq, chunks, h, dv)

@@ -45,6 +45,11 @@ class Problem(NamedTuple):
         return self.query.size(0) if self.query_starts is None else self.query_starts.numel() - 1
 
     @property
+    def little_memory(self) -> bool:
+        """Whether a block has less shared memory than on sm_80: 99 KB on sm_120."""
+        return self.limit < 163 * 1024
+
+    @property
     def visits_every_key(self) -> bool:
         """Whether a tile of queries meets every key that the mask has a column for, but for the band."""
         return self.query_starts is None and self.key_lengths is None
@@ -181,11 +186,30 @@ _EXCEPTIONS = {
     ("float32", "grad_query", 1, 2): (32, 16, 4, 1),
     ("float32", "grad_key_value", 1, 1): (32, 32, 8, 1),
     ("float64", "grad_query", 1, 1): (16, 16, 4, 1),
-    # sm_120 spills up to 188 bytes with two stages: of dK and dV at any size of block, with one stage none
+    # sm_120, told by its shared memory. At D 64 it spills up to 188 bytes with two stages, of dK and dV at any size of
+    # block, with one stage none; from D 128 on, and in float64, these are the largest found that do not spill.
+    ("mma, 99 KB", "forward", 1, "window"): (128, 32, 8, 3),
     ("mma, 99 KB", "grad_query", 0, "mask"): (128, 16, 8, 2),
+    ("mma, 99 KB", "grad_query", 1, "lengths"): (128, 32, 8, 1),
+    ("mma, 99 KB", "grad_query", 1, "bool mask"): (128, 32, 8, 1),
+    ("mma, 99 KB", "grad_query", 1, "alibi"): (128, 32, 8, 1),
+    ("mma, 99 KB", "grad_query", 1, "softcap"): (128, 32, 8, 1),
+    ("mma, 99 KB", "grad_query", 1, "dropout"): (128, 16, 8, 1),
+    ("mma, 99 KB", "grad_query", 1, 2): (128, 16, 8, 1),
+    ("mma, 99 KB", "grad_query", 2, "mask"): (64, 16, 8, 2),
+    ("mma, 99 KB", "grad_query", 2, "dropout"): (64, 16, 8, 2),
+    ("mma, 99 KB", "grad_query", 2, 2): (16, 32, 8, 1),
     ("mma, 99 KB", "grad_key_value", 0, "mask"): (16, 128, 8, 1),
     ("mma, 99 KB", "grad_key_value", 0, "alibi"): (32, 128, 8, 1),
     ("mma, 99 KB", "grad_key_value", 0, "softcap"): (32, 128, 8, 1),
+    ("mma, 99 KB", "grad_key_value", 2, 2): (32, 32, 8, 1),
+    ("unaligned, 99 KB", "grad_query", 2, "mask"): (16, 32, 8, 1),
+    ("unaligned, 99 KB", "grad_query", 2, 2): (16, 32, 8, 1),
+    ("unaligned, 99 KB", "grad_key_value", 2, "mask"): (32, 16, 8, 1),
+    ("float32 unaligned, 99 KB", "grad_query", 2, 2): (32, 16, 8, 1),
+    ("float64, 99 KB", "forward", 1, "mask"): (32, 32, 4, 1),
+    ("float64, 99 KB", "grad_query", 1, 2): (32, 16, 8, 1),
+    ("float64, 99 KB", "grad_key_value", 1, "mask"): (16, 16, 8, 1),
 }
 
 
@@ -195,11 +219,15 @@ def _pieces(problem):
     return pieces + (problem.softcap > 0) + (problem.slopes is not None)
 
 
-def _alone(problem):
-    """The name of the option that comes alone, as the exceptions have it; None where none comes, or several do."""
+def _names(problem, level):
+    """What the exceptions may call the options of a problem: the one that comes alone, then their shape or level."""
     options = (problem.mask is not None, problem.slopes is not None, problem.softcap > 0, problem.dropout_p > 0)
     names = [name for name, there in zip(("mask", "alibi", "softcap", "dropout"), options, strict=True) if there]
-    return names[0] if len(names) == 1 else None
+    names = names if len(names) == 1 else []
+    if names == ["mask"] and problem.mask.dtype == torch.uint8:
+        names.insert(0, "bool mask")
+    shape = "window" if problem.low is not None else "lengths" if problem.key_lengths is not None else level
+    return [*names, shape if level == 0 else level]
 
 
 def _tile(kernel, problem, head_dim, aligned):
@@ -220,14 +248,10 @@ def _tile(kernel, problem, head_dim, aligned):
     if kernel == "grad_query" and problem.slopes is not None:  # sums distances
         pieces += 1
     level = min(2, max(0, pieces - 1))
-    alone = _alone(problem)
-    exceptions = [(kind, kernel, column, alone)]
-    if kind == "mma" and problem.limit < 163 * 1024:
-        exceptions.append((f"{kind}, 99 KB", kernel, column, alone))
-    exceptions.append((kind, kernel, column, "window" if level == 0 and problem.low is not None else level))
-    for exception in exceptions:
-        if exception in _EXCEPTIONS:
-            return _EXCEPTIONS[exception]
+    for key in [f"{kind}, 99 KB", kind] if problem.little_memory else [kind]:
+        for option in _names(problem, level):
+            if (key, kernel, column, option) in _EXCEPTIONS:
+                return _EXCEPTIONS[key, kernel, column, option]
     block_q, block_k, warps, stages = _TILES[kind][kernel][column]
     if kernel == "grad_key_value":
         block_q = max(min(16, block_q), block_q >> level)
@@ -246,6 +270,9 @@ def plan(kernel, pointers, strided, problem, *more):
     block_q, block_k, warps, stages = _tile(name, problem, max(d, dv), aligned)
     if name == "decode":
         block_q = min(block_q, max(16, triton.next_power_of_2(nq)))
+    width = 32 if query.element_size() > 2 else 256  # of the slices in which `tile_scores` reads a tile
+    if name == "grad_mask" and width > 64:
+        width = 32 if problem.little_memory and not aligned and max(d, dv) <= 64 else 64  # sm_120 spills 168 bytes
     tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     mask_row, mask_columns, mask_strides = None, 0, (0, 0)
     if mask is not None:
@@ -266,7 +293,7 @@ def plan(kernel, pointers, strided, problem, *more):
         "BLOCK_K": block_k,
         "BLOCK_D": max(16, triton.next_power_of_2(d)),
         "BLOCK_DV": max(16, triton.next_power_of_2(dv)),
-        "SLICE": 32 if query.element_size() > 2 else 64 if name == "grad_mask" else 256,
+        "SLICE": width,
     }
     query_blocks, key_blocks = triton.cdiv(problem.max_queries, block_q), triton.cdiv(problem.max_keys, block_k)
     if name == "decode":
@@ -285,7 +312,9 @@ def plan(kernel, pointers, strided, problem, *more):
         problem.diagonal, problem.low, problem.high, int(problem.lower_right), problem.sequences,
         h, hk, nq, nk, d, dv, problem.max_queries, problem.max_keys,
     )  # fmt: skip
-    # Beside its options a kernel spills a little where ptxas would rather fit two programs: not asked for.
+    # Where ptxas would rather fit two programs a kernel spills a little: beside its options, and on sm_120 two of
+    # float32 without any. Not asked for.
     shaped = any(option is not None for option in (problem.low, problem.query_starts, problem.key_lengths))
-    registers = 255 if shaped or _pieces(problem) else None
+    full = query.dtype == torch.float32 and name == ("grad_key_value" if aligned else "forward")
+    registers = 255 if shaped or _pieces(problem) or (full and problem.little_memory) else None
     return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages, registers)

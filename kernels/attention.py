@@ -43,10 +43,12 @@ What was tried, judged by the compiler's register report (no GPU speed has been 
 - at D 64 in 16 bits, a mask, ALiBi or softcap beside two stages and blocks of 32: up to 188 bytes in the backward pass
   on sm_120, 16 for dQ with ALiBi on sm_80; none for dQ with blocks of 16 keys, none for dK and dV with one stage (half
   the block with two stages keeps them).
-
-Known and open: on sm_120 62 of the slow test's 1028 configurations spill, in four groups: options in 16 bits from D 128
-on, and at 61 and 253 (16 to 224 bytes); float32 at D 8 to 16 and 192 without options, at 253 with all (16 to 64);
-float64 at D 128 with options (116 to 2660); joining the chunks of decoding at D up to 16 (56).
+- dQ in 16 bits with an option on sm_120: 16 to 84 bytes with two stages at D 128 and with one at D 256, none the other
+  way round, in blocks of the same size or twice that;
+- forward in fp64 with a bool mask at D 128 on sm_120: 2660 bytes in blocks of 16 keys, none in blocks of 32;
+- fp32 without options on sm_120: ptxas would fit two programs and spill 16 to 64 bytes (dK and dV at D 8 to 16 and 192,
+  forward at D 13); with a limit of 255 registers none, but one program;
+- folding 512 chunks of decoding at a time, D up to 16: 56 bytes on sm_120; 256 at a time: none.
 """
 
 import torch
