@@ -43,6 +43,12 @@ def attention_cases(row: str, column: str) -> list[str]:
     return [f"test_attention[{DTYPES[dtype]}-{direction}-{causal}-D{d}-N{row}]" for d in (64, 128)]
 
 
+def attention_passes(row: str, column: str) -> list[str]:
+    (causal, direction), (dtype, d) = row.split(), re.fullmatch(r"(\w+), D (\d+)", column).groups()  # type: ignore[union-attr]
+    lengths = (256, 1024, 4096, 8192) if dtype == "fp32" else (256, 1024)
+    return [f"test_attention[{DTYPES[dtype]}-{direction}-{causal}-D{d}-N{n}]" for n in lengths]
+
+
 def norm_cases(row: str, column: str) -> list[str]:
     op = "add_layer_norm" if column.startswith("add") else "layer_norm"
     return [f"test_norm[{dtype}-forward+backward-{op}-{row.replace(' ', '')}]" for dtype in DTYPES.values()]
@@ -57,7 +63,12 @@ def layer_cases(row: str, column: str) -> list[str]:
     ]
 
 
-CASES = {"N": attention_cases, "rows x columns": norm_cases, "batch, steps, width": layer_cases}
+CASES = {
+    "N": attention_cases,
+    "pass": attention_passes,
+    "rows x columns": norm_cases,
+    "batch, steps, width": layer_cases,
+}
 
 
 @pytest.mark.parametrize("first", CASES)
