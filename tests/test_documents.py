@@ -46,7 +46,7 @@ def attention_cases(row: str, column: str) -> list[str]:
 def attention_passes(row: str, column: str) -> list[str]:
     (causal, direction), (dtype, d) = row.split(), re.fullmatch(r"(\w+), D (\d+)", column).groups()  # type: ignore[union-attr]
     lengths = (256, 1024, 4096, 8192) if dtype == "fp32" else (256, 1024)
-    return [f"test_attention[{DTYPES[dtype]}-{direction}-{causal}-D{d}-N{n}]" for n in lengths]
+    return [f"test_attention[D{d}-N{n}-{DTYPES[dtype]}-{direction}-{causal}]" for n in lengths]
 
 
 def norm_cases(row: str, column: str) -> list[str]:
