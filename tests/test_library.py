@@ -447,6 +447,15 @@ def test_outputs_have_names():
         assert (len(reports) > len(names)) == (op != "attention_decode")
 
 
+def test_outputs_without_names_are_numbered():
+    def both(x):
+        return x.sin(), x.cos()
+
+    case = seqkern.testing.Case(lambda g: {"x": torch.randn(5, dtype=torch.float64, generator=g)}, both, both, both)
+    reports = seqkern.testing.check_case(case, torch.float32)
+    assert [report.name for report in reports] == ["output 0", "output 1", "grad x"]
+
+
 def test_decoding_that_reads_beyond_the_cache_fails(monkeypatch):
     attention_decode = seqkern.attention_decode
     monkeypatch.setattr(seqkern, "attention_decode", lambda q, k, v, n: attention_decode(q, k, v, n + 1))

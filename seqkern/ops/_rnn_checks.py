@@ -164,7 +164,7 @@ def check_weights(
 
 def _key(cell: int, input: Tensor, weights: Any, num_layers: int, bidirectional: bool) -> Any:
     """All that the sizes depend on, of weights in the input's dtype and on its device; None for others."""
-    if type(weights) is not list:
+    if type(weights) is not list or torch.jit.is_tracing():
         return None
     dtype, device = input.dtype, input.device
     shapes = [t.shape for t in weights if isinstance(t, Tensor) and t.dtype == dtype and t.device == device]
