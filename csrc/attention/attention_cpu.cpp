@@ -27,8 +27,8 @@
 // faster); kBlockK 128 (no faster); transposed tiles with rows of 128 floats (a power of two: at D128 they share a few
 // sets of L1, and the forward pass took 12%, the backward pass 19% longer); transposing Q and dO in registers (0.7% of
 // the forward pass; masks, which are as large as the scores, are transposed so). On AVX2, where the products run at 0.8
-// of the multiply-adds' peak, without a difference: V or Q packed in panels as wide as a tile, products in blocks of 30
-// or 48 rows that L1 holds, kBlockQ 96, kBlockK 32, the next columns of P asked for ahead.
+// of the multiply-adds' peak, without a difference: products in blocks of 30 or 48 rows that L1 holds, kBlockQ 96,
+// kBlockK 32, the next columns of P asked for ahead.
 #include "attention_backward.h"
 #include "attention_few.h"
 #include "attention_forward.h"
