@@ -44,7 +44,7 @@ def attention_cases(row: str, column: str) -> list[str]:
 
 
 def attention_passes(row: str, column: str) -> list[str]:
-    (causal, direction), (dtype, d) = row.split(), re.fullmatch(r"(\w+), D (\d+)", column).groups()  # type: ignore[union-attr]
+    (causal, direction), (dtype, d) = row.split(), column.split(", D ")
     lengths = (256, 1024, 4096, 8192) if dtype == "fp32" else (256, 1024)
     return [f"test_attention[D{d}-N{n}-{DTYPES[dtype]}-{direction}-{causal}]" for n in lengths]
 
