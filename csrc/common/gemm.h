@@ -3,9 +3,9 @@
 // A is read element by element (any two strides: a transposed A costs nothing), B and C row by row in whole vectors, so
 // their rows must be padded to a multiple of the vector width. A row of C depends on its own row of A only, in
 // ascending k: the result does not change with the rows beside it. A sum is taken in slices of kGemmSlice terms, each
-// on its own and then added to C, for less error than one chain over 128 terms. Where 24 accumulators hide the addition,
-// a slice has 32 terms; with 12 they would cost attention 4% at 64 columns and 1% at 128, so it has 64, for a sixth to
-// two fifths more error of the output.
+// on its own and then added to C, for less error than one chain over 128 terms. Where 24 accumulators hide the
+// addition, a slice has 32 terms; with 12 they would cost attention 4% at 64 columns and 1% at 128, so it has 64, for a
+// sixth to two fifths more error of the output.
 //
 // With `Ahead`, A's next rows, which need not exist, and C's lines are asked for while a tile is worked on (AVX2:
 // attention's products 5 to 8% faster at 128 columns, where its tiles come from L2; AVX-512: not timed).
