@@ -3,8 +3,9 @@
 // B is packed once into panels that the tiles stream from L2 (gemm.h: 4 vectors of B for 24 multiply-adds, well under
 // what L2 delivers). C is cut into blocks of up to kBlockRows x kBlockColumns, one work item each. A block's C stays in
 // scratch over the whole depth, and a tile of it leaves as soon as it is complete, out of L1. A comes in slices of
-// kBlockDepth. It is read where it lies if it can be; else a slice is copied: to convert it, to bring the elements of a
-// tile together, or because rows a multiple of 4 KB apart would collide in the cache.
+// kBlockDepth, copied so that the elements of a column, which a tile takes together, lie together: with two vectors to
+// a tile that is 3 to 5% faster than to read rows where they lie; with four it was not tried, and they are read there
+// if they can be (rows a multiple of 4 KB apart would collide in the cache).
 //
 // An element of C is the sum of its slices in ascending k, whatever the blocks are and whoever computes them: the
 // result depends on neither the number of threads nor the other rows.
@@ -23,17 +24,15 @@ namespace {
 
 template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
-// Terms of a sum in a row. With 12 accumulators, 64 instead of 32 take 3% less time, but an LSTM of 129 inputs then has
-// twice torch's error.
-constexpr int64_t kPanelSlice = 32;
-// Depth of a slice: 16 or 32 KB of a panel, which L1 keeps over the rows of a block. Of an A that is read by columns,
-// whose tiles share cache lines, never more than 128: with two vectors to a tile, 5 to 9% less time than 256.
-constexpr int64_t kBlockDepth = 512 / kGemmVecs, kBlockDepthByColumns = 128;
+// Depth of a slice: 8 or 32 KB of a panel, which L1 keeps over the rows of a block. On AVX2, 192 or 256 instead of 128
+// take 3 to 6% more time, 192 rows in a block 4 to 6%, 256 columns 1 to 2%.
+constexpr int64_t kBlockDepth = 128;
+constexpr bool kReadInPlace = kGemmVecs == 4;
 // A row of scratch ends one cache line later than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
 template <class A>
-constexpr int64_t kStagedA = kBlockRows * (kBlockDepth + kPad<A>);
+constexpr int64_t kStagedA = kBlockRows * kBlockDepth;
 template <class A>
 constexpr int64_t kBlockC = kBlockRows * (kBlockColumns + kPad<A>);
 
@@ -152,9 +151,9 @@ int64_t tile_count(int64_t M, int64_t columns) {
 template <class A, int NR>
 __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
                                              const A* b, A* c, int64_t ldc, bool accumulate) {
-  if (k_stride == 1)  // one of the strides is 1
-    gemm_columns<A, NR, Unit::k, kPanelSlice, true>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate);
-  else gemm_columns<A, NR, Unit::row, kPanelSlice, true>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
+  if (kReadInPlace && k_stride == 1)  // one of the strides is 1
+    gemm_columns<A, NR, Unit::k>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate);
+  else gemm_columns<A, NR, Unit::row>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
 }
 
 // C[M, columns of B] (+)= A B over one slice, with B a run of panels, `panel_stride` apart. before(m, n, rows, columns)
@@ -181,52 +180,57 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
   }
 }
 
-// A(m0 .. m0 + rows, k0 .. k0 + depth) as [m][k] or [k][m], whichever way it lies; the strides of the copy come back.
+// A(m0 .. m0 + rows, k0 .. k0 + depth) as [k][m], kBlockRows apart.
 template <class T>
-void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, acc_t<T>* staged, int64_t& row_stride,
-           int64_t& k_stride) {
+void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, acc_t<T>* staged) {
   using A = acc_t<T>;
-  const bool by_rows = p.a_k_stride == 1;
-  const int64_t outer = by_rows ? rows : depth, inner = by_rows ? depth : rows;
-  const int64_t source_stride = by_rows ? p.a_row_stride : p.a_k_stride;
-  const int64_t stride = by_rows ? kBlockDepth + kPad<A> : kBlockRows;
-  row_stride = by_rows ? stride : 1;
-  k_stride = by_rows ? 1 : stride;
-  const T* source = p.a_rows ? nullptr : static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
-  for (int64_t o = 0; o < outer; ++o) {
-    A* out = staged + o * stride;
-    const T* in = p.a_rows ? static_cast<const T*>(p.a_rows[m0 + o]) : source + o * source_stride;
-    if (!in) {
-      for (int64_t i = 0; i < inner; ++i) out[i] = A(0);
-      continue;
+  if (p.a_k_stride != 1) {
+    const T* in = static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
+    for (int64_t k = 0; k < depth; ++k, in += p.a_k_stride, staged += kBlockRows)
+      for (int64_t m = 0; m < rows; m += W<A>) store(staged + m, load_upto(in + m, rows - m));
+    return;
+  }
+  for (int64_t m = 0; m < rows; m += W<A>) {
+    const T* in[W<A>];
+    for (int i = 0; i < W<A>; ++i) {
+      const int64_t row = m0 + m + i;
+      in[i] = m + i >= rows ? nullptr
+              : p.a_rows    ? static_cast<const T*>(p.a_rows[row])
+                            : static_cast<const T*>(p.a) + row * p.a_row_stride;
+      if (in[i]) in[i] += k0;
     }
-    if (p.a_rows) in += k0;
-    int64_t i = 0;
-    for (; i + W<A> <= inner; i += W<A>) store(out + i, load(in + i));
-    if (i < inner) store_partial(out + i, load_partial(in + i, inner - i), inner - i);
+    for (int64_t k = 0; k < depth; k += W<A>) {
+      const int64_t count = depth - k < W<A> ? depth - k : W<A>;
+      Vec<A> block[W<A>];
+      for (int i = 0; i < W<A>; ++i) block[i] = in[i] ? load_upto(in[i] + k, count) : Vec<A>{};
+      transpose_square<A>(block);
+      for (int i = 0; i < W<A>; ++i)
+        if (i < count) store(staged + (k + i) * kBlockRows + m, block[i]);
+    }
   }
 }
 
 template <class A>
-void stage_any(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, A* staged, int64_t& row_stride,
-               int64_t& k_stride) {
-  by_element<A>(p.a_type, [&](auto t) { stage<decltype(t)>(p, m0, rows, k0, depth, staged, row_stride, k_stride); });
+void stage_any(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, A* staged) {
+  by_element<A>(p.a_type, [&](auto t) { stage<decltype(t)>(p, m0, rows, k0, depth, staged); });
 }
 
-// Where A(m0 .. m0 + rows, 0 ...) can be read in place: its first element, and the stride of its rows; else null.
+// Where A(m0 .. m0 + rows, 0 ...) can be read in place: its first element, and then the stride of its rows; else null.
 template <class A>
 const A* direct_rows(const Product& p, int64_t m0, int64_t rows, int64_t& row_stride) {
-  if (p.a_k_stride != 1 || size_of(p.a_type) != static_cast<int64_t>(sizeof(A))) return nullptr;
-  row_stride = p.a_row_stride;
-  const A* first = p.a_rows ? static_cast<const A*>(p.a_rows[m0]) : static_cast<const A*>(p.a) + m0 * row_stride;
+  if (!kReadInPlace || p.a_k_stride != 1 || size_of(p.a_type) != static_cast<int64_t>(sizeof(A))) return nullptr;
+  const A* first = p.a_rows ? static_cast<const A*>(p.a_rows[m0]) : static_cast<const A*>(p.a) + m0 * p.a_row_stride;
+  int64_t stride = p.a_row_stride;
   if (p.a_rows) {
     const auto address = [&](int64_t m) { return reinterpret_cast<intptr_t>(p.a_rows[m0 + m]); };
     const intptr_t step = rows > 1 ? address(1) - address(0) : 0;
     for (int64_t m = 0; m < rows; ++m)
       if (!p.a_rows[m0 + m] || address(m) != address(0) + m * step) return nullptr;
-    row_stride = static_cast<int64_t>(step) / static_cast<int64_t>(sizeof(A));
+    stride = static_cast<int64_t>(step) / static_cast<int64_t>(sizeof(A));
   }
-  return row_stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0 && rows > 1 ? nullptr : first;
+  if (stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0 && rows > 1) return nullptr;
+  row_stride = stride;
+  return first;
 }
 
 template <class T>
@@ -268,20 +272,20 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   const int64_t ldc = kBlockColumns + kPad<A>, panel_stride = p.depth * kPanel<A>;
   const A* b = static_cast<const A*>(p.packed_b) + n0 / kPanel<A> * panel_stride;
   A* c = scratch + kStagedA<A>;
-  int64_t row_stride = 0, k_stride = 1;
+  int64_t row_stride = 1;
   const A* direct = direct_rows<A>(p, m0, rows, row_stride);
   const bool by_rows = p.a_k_stride == 1;
-  const int64_t block_depth = by_rows ? kBlockDepth : kBlockDepthByColumns;
+  const int64_t k_stride = direct ? 1 : kBlockRows;
   // Without any depth the product is zero; a tile of depth 0 writes that.
-  for (int64_t k = 0; k == 0 || k < p.depth; k += block_depth) {
-    const int64_t depth = p.depth - k < block_depth ? p.depth - k : block_depth;
-    if (!direct) stage_any(p, m0, rows, k, depth, scratch, row_stride, k_stride);
+  for (int64_t k = 0; k == 0 || k < p.depth; k += kBlockDepth) {
+    const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
+    if (!direct) stage_any(p, m0, rows, k, depth, scratch);
     const A* a = direct ? direct + k : scratch;
     const auto product = [&](const auto& before, const auto& after) {
       multiply_panels<A>(rows, columns, depth, a, row_stride, k_stride, b + k * kPanel<A>, panel_stride, c, ldc, k > 0,
                          before, after);
     };
-    const int64_t next = k + block_depth, next_depth = p.depth - next < block_depth ? p.depth - next : block_depth;
+    const int64_t next = k + kBlockDepth, next_depth = p.depth - next < kBlockDepth ? p.depth - next : kBlockDepth;
     if (next >= p.depth) {
       product([&](int64_t m, int64_t n, int64_t tile_rows, int64_t width)
                   SK_PREFETCHING { fetch_tile(p, m0 + m, tile_rows, n0 + n, width); },

@@ -3,16 +3,18 @@
 // A is read element by element (any two strides: a transposed A costs nothing), B and C row by row in whole vectors, so
 // their rows must be padded to a multiple of the vector width. A row of C depends on its own row of A only, in
 // ascending k: the result does not change with the rows beside it. A sum is taken in slices of kGemmSlice terms, each
-// on its own and then added to C, for less error than one chain over 128 terms. Where 24 accumulators hide the
-// addition, a slice has 32 terms; with 12 they would cost attention 4% at 64 columns and 1% at 128, so it has 64, for a
-// sixth to two fifths more error of the output.
-//
-// With `Ahead`, A's next rows, which need not exist, and C's lines are asked for while a tile is worked on (AVX2:
-// attention's products 5 to 8% faster at 128 columns, where its tiles come from L2; AVX-512: not timed).
+// on its own and then added to C, for less error than one chain over 128 terms.
 //
 // Tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON) hold 6 x
 // 4, 16 hold 6 x 2; 8 x 3 and 14 x 2 do the same work per load but leave a remainder at the widths that occur (64,
 // 128).
+//
+// With 12 accumulators the first two terms of a slice are taken row by row, without zeros to add to: on a Zen 3 twelve
+// stores at once stop the multiply-adds for 20 to 30 cycles otherwise, 10 of these cycles are left so. A tile in L1
+// runs at 0.95 of what it does without slices (0.90 before), products of the recurrences and of attention 5 to 8%
+// faster. By the same measure, tried and lost: the loop unrolled by 2, 4, 8 or 32, also by hand; A packed six rows a
+// panel; sums added to C two or three rows at a time, with terms of the next slice between; A's next rows and C's lines
+// asked for.
 #pragma once
 
 #include "simd.h"
@@ -26,35 +28,42 @@ constexpr int kGemmRows = 6, kGemmVecs = 4;
 #else
 constexpr int kGemmRows = 6, kGemmVecs = 2;
 #endif
-constexpr int64_t kGemmSlice = kGemmVecs == 4 ? 32 : 64;
-template <class A>
-constexpr int64_t kLineElements = 64 / static_cast<int64_t>(sizeof(A));
+constexpr int64_t kGemmSlice = 32;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements of A then take one register or six.
 enum class Unit { none, k, row };
 
-template <class A, int MR, int NR, Unit U = Unit::none, int64_t Slice = kGemmSlice, bool Ahead = false>
+template <class A, int MR, int NR, Unit U = Unit::none>
 SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                          int64_t ldc, bool accumulate) {
   if (U == Unit::k) k_stride = 1;
   if (U == Unit::row) row_stride = 1;
-  if (Ahead && accumulate)
-    for (int i = 0; i < MR; ++i) __builtin_prefetch(c + i * ldc, 1);
+  const auto element = [&](int i, int64_t k) { return broadcast<A>(a[i * row_stride + k * k_stride]); };
+  const auto load_row = [&](int64_t k, Vec<A>(&row)[NR]) {
+    for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
+  };
   int64_t k = 0;
   do {
-    const int64_t end = K - k < Slice ? K : k + Slice;
-    if (Ahead && U == Unit::k)  // the next tile's rows of A; of other layouts they lie in the same lines
-      for (int i = 0; i < MR; ++i)
-        for (int64_t line = k; line < end; line += kLineElements<A>)
-          __builtin_prefetch(a + (MR + i) * row_stride + line);
+    const int64_t end = K - k < kGemmSlice ? K : k + kGemmSlice;
     Vec<A> acc[MR][NR];
-    for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < NR; ++j) acc[i][j] = Vec<A>{};
+    if (kGemmVecs == 2 && end - k >= 2) {
+      Vec<A> first[NR], second[NR];
+      load_row(k, first);
+      load_row(k + 1, second);
+      for (int i = 0; i < MR; ++i) {
+        const Vec<A> x = element(i, k), y = element(i, k + 1);
+        for (int j = 0; j < NR; ++j) acc[i][j] = rounded(x * first[j]) + y * second[j];
+      }
+      k += 2;
+    } else {
+      for (int i = 0; i < MR; ++i)
+        for (int j = 0; j < NR; ++j) acc[i][j] = Vec<A>{};
+    }
     for (; k < end; ++k) {
       Vec<A> row[NR];
-      for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
+      load_row(k, row);
       for (int i = 0; i < MR; ++i) {
-        const Vec<A> x = broadcast<A>(a[i * row_stride + k * k_stride]);
+        const Vec<A> x = element(i, k);
         for (int j = 0; j < NR; ++j) acc[i][j] += x * row[j];
       }
     }
@@ -67,21 +76,20 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   } while (k < K);
 }
 
-template <class A, int NR, Unit U = Unit::none, int64_t Slice = kGemmSlice, bool Ahead = false>
+template <class A, int NR, Unit U = Unit::none>
 void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                   int64_t ldc, bool accumulate) {
   int64_t m = 0;
   for (; m + kGemmRows <= M; m += kGemmRows)
-    gemm_tile<A, kGemmRows, NR, U, Slice, Ahead>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc,
-                                                 accumulate);
+    gemm_tile<A, kGemmRows, NR, U>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc, accumulate);
   const A* tail_a = a + m * row_stride;
   A* tail_c = c + m * ldc;
   switch (M - m) {
-    case 5: gemm_tile<A, 5, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 4: gemm_tile<A, 4, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 3: gemm_tile<A, 3, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 2: gemm_tile<A, 2, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 1: gemm_tile<A, 1, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 5: gemm_tile<A, 5, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 4: gemm_tile<A, 4, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 3: gemm_tile<A, 3, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 2: gemm_tile<A, 2, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
+    case 1: gemm_tile<A, 1, NR, U>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
     default: break;
   }
 }
@@ -91,9 +99,8 @@ void gemm_unit(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, 
                int64_t ldb, A* c, int64_t ldc, bool accumulate) {
   int64_t n = 0;
   for (; n + kGemmVecs * W<A> <= N; n += kGemmVecs * W<A>)
-    gemm_columns<A, kGemmVecs, U, kGemmSlice, true>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
-  for (; n < N; n += W<A>)
-    gemm_columns<A, 1, U, kGemmSlice, true>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+    gemm_columns<A, kGemmVecs, U>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+  for (; n < N; n += W<A>) gemm_columns<A, 1, U>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
 }
 
 // N is a multiple of W<A>. Element (m, k) of A lies at a[m * row_stride + k * k_stride].

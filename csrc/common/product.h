@@ -8,7 +8,7 @@
 namespace seqkern {
 
 // Work items: blocks of C, in elements.
-constexpr int64_t kBlockRows = 96, kBlockColumns = 256;
+constexpr int64_t kBlockRows = 96, kBlockColumns = 512;
 
 // Copies B(k, n) = source[k * k_stride + n * n_stride] into panels that a micro-tile streams: [panel][k][vectors][W],
 // in the accumulation type, zero where a panel reaches beyond the columns. One of the strides is 1. A panel of more

@@ -14,6 +14,8 @@ namespace seqkern {
 // for others once a turn.
 constexpr double kGrainWork = 1 << 18, kGrainTurn = 1 << 14;
 constexpr int64_t kGrainElements = 4096;
+// Columns of an item when columns are summed.
+constexpr int64_t kSumColumns = 256;
 // Rows that a worker takes at least before there are workers on the same rows; and recurrent weights, in elements, from
 // which on all work on the same rows, unless these are many: each then reads its own part of the weights at every step,
 // not all of them (two cores of Zen 3, B = 64, H = 1024: 0 to 8 % of the time; at H = 512 it costs as much).
@@ -103,7 +105,7 @@ inline void multiply(const RnnProblem& p, Product product) {
 // sum[c] += the sum of column c.
 inline void add_columns(const RnnProblem& p, int64_t rows, int64_t columns, const void* source, int64_t stride,
                         double* sum) {
-  const int64_t range = kBlockColumns;
+  const int64_t range = kSumColumns;
   for_items((columns + range - 1) / range, static_cast<double>(rows) * static_cast<double>(columns), p.input, 0, p.acc,
             [&](int64_t item, void*) {
               rnn_kernels().add_columns(p.dtype, rows, item * range, std::min(columns, (item + 1) * range), source,
