@@ -196,6 +196,7 @@ struct RnnScatter {
 // Scratch belongs to one worker at a time.
 struct RnnPass {
   int64_t (*panels)(const RnnLayer&);
+  int64_t (*tile_rows)(const RnnLayer&);  // of a whole tile of the recurrent product
   int64_t (*state_size)(const RnnLayer&, int64_t rows);
   int64_t (*scratch_size)(const RnnLayer&, int64_t rows);
 };

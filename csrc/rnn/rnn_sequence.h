@@ -44,6 +44,7 @@ constexpr int64_t kPanelDepth = 512 / kGemmVecs;
 // Rows of a tile of one panel, and panels of a tile of one or two rows.
 template <int NV>
 constexpr int kTileRows = (kGemmRows * kGemmVecs) / NV;
+inline int64_t tile_rows(int64_t groups) { return kGemmRows * kGemmVecs / tile_vectors(groups); }
 template <int NV>
 constexpr int kTilePanels = NV >= 8 ? 1 : 8 / NV;
 
