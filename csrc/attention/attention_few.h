@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_scores.h"
+#include "pair.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -19,13 +20,18 @@ template <class A>
 constexpr int64_t kDotRows = W<A> >= 8 ? 8 : 0;
 // Up to so many rows, values are read in place, in their own type, and outputs stay in registers.
 constexpr int64_t kDirectRows = 4;
-// How many keys ahead memory is asked for: a core that waits for each line as it comes to it gets half the bandwidth.
-constexpr int64_t kAhead = 32;
+// Sums of outputs in registers, and units of columns that they are at most. (Zen 3: 12 sums take twice as long as 8.)
+constexpr int kWeighed = 4 * kGemmVecs, kMostUnits = 4;
+// How many keys ahead memory is asked for, 4 to 8 KB: a core that waits for each line as it comes to it gets half the
+// bandwidth.
+template <class T>
+constexpr int64_t kAhead = 64 / static_cast<int64_t>(sizeof(T));
 constexpr int64_t kRowStride = kFewKeys + 16;
 
 template <class A>
 struct FewScratch {
-  A *query, *query_t;  // one of the two: (rows, dim) padded, or (dim, kFewRows)
+  A *query, *query_t;  // one of the two: (rows, dim) padded, in units, or (dim, kFewRows)
+  A* weighed;          // (kDirectRows, value_dim) padded, in units: the part of the output that is summed in place
   A *by_row, *by_key;  // scores: (kDotRows<A>, kRowStride), (kFewKeys, kFewRows)
   A *key, *value, *max, *sum;
   int64_t *first, *end;  // the keys that a row sees
@@ -34,6 +40,7 @@ struct FewScratch {
   SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
     Arena<A> arena{static_cast<A*>(memory)};
     query = query_t = arena.take(round_up<A>(s.head_dim) * kFewRows);
+    weighed = arena.take(kDirectRows * round_up<A>(s.value_dim));
     by_row = arena.take(kDotRows<A> * kRowStride);
     by_key = arena.take(kFewKeys * kFewRows);
     key = arena.take(kBlockK * round_up<A>(s.head_dim));
@@ -62,6 +69,17 @@ struct FewPartial {
   }
 };
 
+// Of N vectors of N parts of `Lanes` lanes, transposes the parts.
+template <class A, int Lanes, int Step = 1, int N>
+SK_INLINE void transpose_blocks(Vec<A> (&v)[N]) {
+  if constexpr (Step < N) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i)
+      if (!(i & Step)) exchange<A, Step * Lanes>(v[i], v[i + Step]);
+    transpose_blocks<A, Lanes, 2 * Step>(v);
+  }
+}
+
 // Lane i of the result is the sum of the lanes of v[i].
 template <class A, int Step = 1>
 SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
@@ -76,37 +94,84 @@ SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
   return v[0];
 }
 
+// Rows of accumulators beside rows of T "in units": as Unit<T> brings the whole units of a row of T into registers, and
+// behind them the rest in its order.
+template <class T>
+constexpr int64_t kUnitWidth = kVectors<Unit<T>> * W<acc_t<T>>;
+SK_INLINE void store_unit(float* p, Pair v) {
+  store(p, v.a);
+  store(p + W<float>, v.b);
+}
+template <class A>
+SK_INLINE void store_unit(A* p, Vec<A> v) {
+  store(p, v);
+}
+template <class T, class U = Unit<T>, class A = acc_t<T>>
+SK_INLINE U load_unit(const A* p) {
+  if constexpr (kVectors<U> == 2) return {load(p), load(p + W<A>)};
+  else return load(p);
+}
+// The sum, and the products of a unit's elements.
+SK_INLINE vf32 times(Pair x, Pair y, vf32 sum) { return sum + x.a * y.a + x.b * y.b; }
+template <class V>
+SK_INLINE V times(V x, V y, V sum) {
+  return sum + x * y;
+}
+
+// Asks for the rows [begin, end).
+template <class T>
+SK_INLINE void will_read(const T* rows, int64_t stride, int64_t columns, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r)
+    for (int64_t c = 0; c < columns; c += 64 / static_cast<int64_t>(sizeof(T)))
+      __builtin_prefetch(rows + r * stride + c, 0, 2);
+}
+
+// Calls body(column, unit, count) for the whole units of a row, then vectors, the last of `count` columns.
+template <class T, class Body>
+SK_INLINE void for_units(int64_t columns, const Body& body) {
+  int64_t c = 0;
+  for (; c + kUnitWidth<T> <= columns; c += kUnitWidth<T>) body(c, Unit<T>{}, kUnitWidth<T>);
+  for (; c < columns; c += W<acc_t<T>>) body(c, Vec<acc_t<T>>{}, columns - c);
+}
+
 // scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time.
 template <class T, int ROWS, class A = acc_t<T>>
 SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, bool ahead, A* scores) {
   constexpr int kKeys = W<A> / ROWS;
-  const int64_t padded = round_up<A>(dim), whole = dim / W<A> * W<A>;
-#pragma GCC unroll 1
-  for (int k = 0; k < W<A>; k += kKeys, key += kKeys * stride) {
+  const int64_t padded = round_up<A>(dim);
+  Vec<A> result[ROWS];  // of the keys that are worked on together, the rows one after the other
+#pragma GCC unroll 16
+  for (int k = 0; k < ROWS; ++k, key += kKeys * stride) {
+    if (ahead) will_read(key, stride, dim, kAhead<T>, kAhead<T> + kKeys);
     Vec<A> sums[W<A>] = {};
-    for (int64_t d = 0; d < whole; d += W<A>) {
+    for_units<T>(dim, [&](int64_t d, auto unit, int64_t count) {
+      using U = decltype(unit);
+      const auto row = [&](int i) { return load_upto_as<U>(key + i * stride + d, count); };
+      if constexpr (kKeys == 2) {  // a few registers hold the keys, and what is loaded of a query serves both
+        const U x = row(0), y = row(1);
+        for (int r = 0; r < ROWS; ++r) {
+          const U q = load_unit<T, U>(query + r * padded + d);
+          sums[2 * r] = times(x, q, sums[2 * r]);
+          sums[2 * r + 1] = times(y, q, sums[2 * r + 1]);
+        }
+      } else {
 #pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) {
-        if (ahead) __builtin_prefetch(key + (i + kAhead) * stride + d, 0, 2);
-        const Vec<A> x = load(key + i * stride + d);
-        for (int r = 0; r < ROWS; ++r) sums[r * kKeys + i] += x * load(query + r * padded + d);
+        for (int i = 0; i < kKeys; ++i) {
+          const U x = row(i);
+          for (int r = 0; r < ROWS; ++r) {
+            Vec<A>& sum = sums[r * kKeys + i];
+            sum = times(x, load_unit<T, U>(query + r * padded + d), sum);
+          }
+        }
       }
-    }
-    if (whole < dim) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) {
-        const Vec<A> x = load_partial(key + i * stride + whole, dim - whole);
-        for (int r = 0; r < ROWS; ++r) sums[r * kKeys + i] += x * load(query + r * padded + whole);
-      }
-    }
-    const Vec<A> result = sum_rows<A>(sums);
-    for (int r = 0; r < ROWS; ++r)
-      __builtin_memcpy(scores + r * kRowStride + k, reinterpret_cast<const char*>(&result) + r * kKeys * sizeof(A),
-                       kKeys * sizeof(A));
+    });
+    result[k] = sum_rows<A>(sums);
   }
+  transpose_blocks<A, kKeys>(result);
+  for (int r = 0; r < ROWS; ++r) store(scores + r * kRowStride, result[r]);
 }
 
-// The same for any number of keys and rows. `query` is padded with zeros to whole vectors.
+// The same for any number of keys and rows. `query` is in units, padded with zeros to whole vectors.
 template <class T, class A = acc_t<T>>
 void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, A* scores) {
   const int64_t padded = round_up<A>(dim);
@@ -125,8 +190,10 @@ void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const
   for (; k < keys; ++k) {
     for (int64_t row = 0; row < rows; ++row) {
       Vec<A> sum = {};
-      for (int64_t d = 0; d < dim; d += W<A>)
-        sum += load_upto(key + k * stride + d, dim - d) * load(query + row * padded + d);
+      for_units<T>(dim, [&](int64_t d, auto unit, int64_t count) {
+        using U = decltype(unit);
+        sum = times(load_upto_as<U>(key + k * stride + d, count), load_unit<T, U>(query + row * padded + d), sum);
+      });
       scores[row * kRowStride + k] = sum_lanes<A>(sum);
     }
   }
@@ -191,38 +258,50 @@ void softmax_lanes(const FewScratch<A>& t, int64_t rows, int64_t lanes, int64_t 
   }
 }
 
-// out[row, c] (+)= sum_k P[row, k] V[k, c] for ROWS rows and NV vectors of columns, the last of `count` columns.
-template <class T, int ROWS, int NV, class A = acc_t<T>>
+// out[row, c] (+)= sum_k P[row, k] V[k, c] for ROWS rows and NU units U of columns, the last of `count` columns.
+template <class T, class U, int ROWS, int NU, class A = acc_t<T>>
 SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t count, A* out,
                      int64_t width, bool accumulate) {
-  Vec<A> sums[ROWS][NV] = {};
+  constexpr int64_t unit = kVectors<U> * W<A>;
+  U sums[ROWS][NU] = {};
   for (int64_t k = 0; k < keys; ++k) {
     const T* from = value + k * stride;
-    for (int j = 0; j < NV; ++j) {
-      __builtin_prefetch(from + kAhead * stride + j * W<A>, 0, 2);
-      const Vec<A> v = NV == 1 ? load_upto(from, count) : load(from + j * W<A>);
-      for (int r = 0; r < ROWS; ++r) sums[r][j] += broadcast<A>(scores[r * kRowStride + k]) * v;
+    for (int j = 0; j < NU; ++j) {
+      const U v = NU == 1 ? load_upto_as<U>(from, count) : load_as<U>(from + j * unit);
+      for (int r = 0; r < ROWS; ++r) sums[r][j] += v * broadcast_as<U>(scores[r * kRowStride + k]);
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    for (int j = 0; j < NV; ++j) {
-      A* to = out + r * width + j * W<A>;
-      store(to, accumulate ? load(to) + sums[r][j] : sums[r][j]);
+    for (int j = 0; j < NU; ++j) {
+      A* to = out + r * width + j * unit;
+      store_unit(to, accumulate ? load_unit<T, U>(to) + sums[r][j] : sums[r][j]);
     }
   }
+}
+// The same for `units` whole units, at most NU.
+template <class T, int ROWS, int NU, class A = acc_t<T>>
+__attribute__((noinline)) void weigh_units(int units, const A* scores, int64_t keys, const T* value, int64_t stride,
+                                           A* out, int64_t width, bool accumulate) {
+  if (units == NU) weigh<T, Unit<T>, ROWS, NU>(scores, keys, value, stride, kUnitWidth<T>, out, width, accumulate);
+  else if constexpr (NU > 1) weigh_units<T, ROWS, NU - 1>(units, scores, keys, value, stride, out, width, accumulate);
 }
 template <class T, int ROWS, class A = acc_t<T>>
 void weighted_values(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t columns, A* out,
                      int64_t width, bool accumulate) {
+  constexpr int fit = kWeighed / (ROWS * kVectors<Unit<T>>), NU = fit < kMostUnits ? fit : kMostUnits;
+  const int64_t units = columns / kUnitWidth<T>, groups = (units + NU - 1) / NU;
   // In the slices of gemm.h, for the same accuracy.
   for (int64_t k = 0; k < keys; k += kGemmSlice, accumulate = true) {
     const int64_t count = min(kGemmSlice, keys - k);
     const T* rows = value + k * stride;
-    int64_t c = 0;
-    for (; c + kGemmVecs * W<A> <= columns; c += kGemmVecs * W<A>)
-      weigh<T, ROWS, kGemmVecs>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
-    for (; c < columns; c += W<A>)
-      weigh<T, ROWS, 1>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = g * units / groups, c = begin * kUnitWidth<T>;
+      will_read(rows, stride, columns, kAhead<T> + g * count / groups, kAhead<T> + (g + 1) * count / groups);
+      weigh_units<T, ROWS, NU>(static_cast<int>((g + 1) * units / groups - begin), scores + k, count, rows + c, stride,
+                               out + c, width, accumulate);
+    }
+    for (int64_t c = units * kUnitWidth<T>; c < columns; c += W<A>)
+      weigh<T, Vec<A>, ROWS, 1>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
   }
 }
 
@@ -276,9 +355,10 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
     const T* query = static_cast<const T*>(p.query.data) + head * p.query_head_stride;
     if (dots) {
       for (int64_t i = 0; i < queries; ++i)
-        for (int64_t d = 0; d < s.head_dim; d += W<A>)
-          store(t.query + (lane + i) * round_up<A>(s.head_dim) + d,
-                load_upto(query + i * p.query.stride + d, s.head_dim - d) * static_cast<A>(s.scale));
+        for_units<T>(s.head_dim, [&](int64_t d, auto unit, int64_t count) {
+          store_unit(t.query + (lane + i) * round_up<A>(s.head_dim) + d,
+                     load_upto_as<decltype(unit)>(query + i * p.query.stride + d, count) * static_cast<A>(s.scale));
+        });
     } else {  // the last head clears the lanes that are left
       transpose(query, p.query.stride, queries, head + 1 < p.heads ? queries : lanes - lane, s.head_dim,
                 static_cast<A>(s.scale), t.query_t + lane, kFewRows);
@@ -300,7 +380,7 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
     all_end = min(all_end, t.end[q]);
   }
 
-  bool any = false;
+  bool any = false, any_weighed = false;
   if (begin < end && !mask_hides_tile(s, *t.lanes, k0, begin, end)) {
     few_scores<T>(p, t, rows, k0, begin, end);
     // Probability of row q and key k: weights[q * row_step + k * key_step].
@@ -315,8 +395,8 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
                               : rows == 2 ? weighted_values<T, 2>
                               : rows == 3 ? weighted_values<T, 3>
                                           : weighted_values<T, 4>;
-        weighted(weights + from, keys, source, p.value.stride, s.value_dim, to.out, to.width, any);
-        any = true;
+        weighted(weights + from, keys, source, p.value.stride, s.value_dim, t.weighed, to.width, any_weighed);
+        any_weighed = true;
         continue;
       }
       const Tile<A> v = padded_rows(source, p.value.stride, keys, s.value_dim, t.value);
@@ -334,6 +414,13 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
     }
   }
   for (int64_t i = 0; !any && i < rows * to.width; ++i) to.out[i] = 0;
+  for (int64_t q = 0; any_weighed && q < rows; ++q) {
+    for_units<T>(s.value_dim, [&](int64_t c, auto unit, int64_t) {
+      using U = decltype(unit);
+      A* out = to.out + q * to.width + c;
+      store_as<U>(out, load_as<U>(out) + load_unit<T, U>(t.weighed + q * to.width + c));
+    });
+  }
   for (int64_t q = 0; q < rows; ++q) {
     to.max[q] = t.max[q];
     to.sum[q] = t.sum[q];

@@ -152,8 +152,8 @@ template <class A, int NR>
 __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
                                              const A* b, A* c, int64_t ldc, bool accumulate) {
   if (kReadInPlace && k_stride == 1)  // one of the strides is 1
-    gemm_columns<A, NR, Unit::k>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate);
-  else gemm_columns<A, NR, Unit::row>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
+    gemm_columns<A, NR, UnitStride::k>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate);
+  else gemm_columns<A, NR, UnitStride::row>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
 }
 
 // C[M, columns of B] (+)= A B over one slice, with B a run of panels, `panel_stride` apart. before(m, n, rows, columns)

@@ -31,13 +31,13 @@ constexpr int kGemmRows = 6, kGemmVecs = 2;
 constexpr int64_t kGemmSlice = 32;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements of A then take one register or six.
-enum class Unit { none, k, row };
+enum class UnitStride { none, k, row };
 
-template <class A, int MR, int NR, Unit U = Unit::none>
+template <class A, int MR, int NR, UnitStride U = UnitStride::none>
 SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                          int64_t ldc, bool accumulate) {
-  if (U == Unit::k) k_stride = 1;
-  if (U == Unit::row) row_stride = 1;
+  if (U == UnitStride::k) k_stride = 1;
+  if (U == UnitStride::row) row_stride = 1;
   const auto element = [&](int i, int64_t k) { return broadcast<A>(a[i * row_stride + k * k_stride]); };
   const auto load_row = [&](int64_t k, Vec<A>(&row)[NR]) {
     for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
@@ -76,7 +76,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   } while (k < K);
 }
 
-template <class A, int NR, Unit U = Unit::none>
+template <class A, int NR, UnitStride U = UnitStride::none>
 void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                   int64_t ldc, bool accumulate) {
   int64_t m = 0;
@@ -94,7 +94,7 @@ void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t 
   }
 }
 
-template <class A, Unit U>
+template <class A, UnitStride U>
 void gemm_unit(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
                int64_t ldb, A* c, int64_t ldc, bool accumulate) {
   int64_t n = 0;
@@ -107,9 +107,9 @@ void gemm_unit(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, 
 template <class A>
 SK_INLINE void gemm(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
                     int64_t ldb, A* c, int64_t ldc, bool accumulate) {
-  if (k_stride == 1) gemm_unit<A, Unit::k>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
-  else if (row_stride == 1) gemm_unit<A, Unit::row>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
-  else gemm_unit<A, Unit::none>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
+  if (k_stride == 1) gemm_unit<A, UnitStride::k>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
+  else if (row_stride == 1) gemm_unit<A, UnitStride::row>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
+  else gemm_unit<A, UnitStride::none>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
 }
 
 }  // namespace

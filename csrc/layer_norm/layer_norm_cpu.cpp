@@ -29,8 +29,9 @@
 //
 // Tried and lost on a Zen 3: two and four rows at a time in the backward pass of float32, for fewer loads and stores of
 // the sums (4096 x 768 1.35 and 1.5 times the time of one: they leave the nearest cache; bfloat16 gains a tenth by
-// two); stores past the caches (4096 x 768 3 to 8 % faster, what reads the result 1.3 to 1.45 times slower; and 4 times
-// slower backward from 1024 columns on).
+// two); the backward pass from the last chunk to the first, whose rows the forward pass read last (within 1 % either
+// way from 4096 x 768 to 256 x 16384); stores past the caches (4096 x 768 3 to 8 % faster, what reads the result 1.3
+// to 1.45 times slower; and 4 times slower backward from 1024 columns on).
 //
 // Tried and lost (AVX-512, 2 cores of a server, medians): Welford's update (a division and a dependent chain a vector);
 // x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the mean (11 %

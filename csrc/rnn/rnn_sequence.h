@@ -51,7 +51,7 @@ constexpr int kTilePanels = NV >= 8 ? 1 : 8 / NV;
 template <class A, int NV, int R = kTileRows<NV>>
 __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                                          int64_t ldc, bool accumulate) {
-  if (rows == R) gemm_tile<A, R, NV, Unit::k>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate);
+  if (rows == R) gemm_tile<A, R, NV, UnitStride::k>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate);
   else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate);
 }
 
