@@ -18,7 +18,7 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
                                           A* c, int64_t ldc, int64_t c_panel, bool accumulate) {
   int64_t k = 0;
   do {
-    const int64_t end = depth - k < kGemmSlice ? depth : k + kGemmSlice;
+    const int64_t end = depth - k < kPanelSlice ? depth : k + kPanelSlice;
     Vec<A> acc[MR][NP][NV] = {};
     for (; k < end; ++k) {
       Vec<A> x[MR];
@@ -51,7 +51,7 @@ constexpr int kTilePanels = NV >= 8 ? 1 : 8 / NV;
 template <class A, int NV, int R = kTileRows<NV>>
 __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                                          int64_t ldc, bool accumulate) {
-  if (rows == R) gemm_tile<A, R, NV, UnitStride::k>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate);
+  if (rows == R) gemm_tile<A, R, NV, UnitStride::k, kPanelSlice>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate);
   else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate);
 }
 
@@ -113,8 +113,8 @@ void few_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* a, 
 template <class T>
 void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t depth, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
-  for (int64_t k = 0; k < depth; k += kGemmSlice) {
-    const int64_t end = depth - k < kGemmSlice ? depth : k + kGemmSlice;
+  for (int64_t k = 0; k < depth; k += kPanelSlice) {
+    const int64_t end = depth - k < kPanelSlice ? depth : k + kPanelSlice;
     Vec<A> sum = {};
     for (int64_t i = k; i < end; i += W<A>) {
       Vec<A> block[W<A>];
@@ -153,11 +153,11 @@ void one_row_products(const Packing& b, int64_t first_panel, int64_t panels, con
   by_element<A>(b.dtype, [&](auto t) { one_row_products_of<decltype(t)>(b, first_panel, panels, a, c); });
 }
 
-// Panels of a row-major B that are worked on together, kGemmSlice rows at a time: long runs of each row, in order.
+// Panels of a row-major B that are worked on together, kPanelSlice rows at a time: long runs of each row, in order.
 template <class A>
 constexpr int64_t kSlicePanels = 512 / kPanel<A>;
 template <class A>
-constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kGemmSlice;
+constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kPanelSlice;
 
 // Row k of a row-major B.
 template <class T>
@@ -215,8 +215,8 @@ void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t 
                        int64_t first_panel, acc_t<T>* c, int64_t ldc, acc_t<T>* slice) {
   using A = acc_t<T>;
   const int64_t first = first_panel * kPanel<A>, left = b.columns - first, width = panels * kPanel<A>;
-  for (int64_t k = 0; k < b.depth; k += kGemmSlice) {
-    const int64_t depth = b.depth - k < kGemmSlice ? b.depth - k : kGemmSlice;
+  for (int64_t k = 0; k < b.depth; k += kPanelSlice) {
+    const int64_t depth = b.depth - k < kPanelSlice ? b.depth - k : kPanelSlice;
     if (rows == 1) {
       multiply_slice<T>(b, first, left < width ? left : width, k, depth, a + k, c, k > 0, slice);
       continue;
@@ -247,12 +247,12 @@ int64_t few_rows_items(const RnnFewRows& p) {
 }
 template <class A>
 int64_t few_rows_scratch(const RnnFewRows& p) {
-  const int64_t depth = row_major(p.b) ? kGemmSlice : p.b.depth;
+  const int64_t depth = row_major(p.b) ? kPanelSlice : p.b.depth;
   return few_rows_group<A>(p) * kPanel<A> * (depth + p.rows);
 }
 template <class A>
 void few_rows_item(const RnnFewRows& p, int64_t item, A* scratch) {
-  const int64_t group = few_rows_group<A>(p), first = item * group, depth = row_major(p.b) ? kGemmSlice : p.b.depth;
+  const int64_t group = few_rows_group<A>(p), first = item * group, depth = row_major(p.b) ? kPanelSlice : p.b.depth;
   const int64_t left = panel_count<A>(p.b.columns, 1) - first, panels = left < group ? left : group;
   const A* a = static_cast<const A*>(p.a);
   A* products = scratch + group * depth * kPanel<A>;
