@@ -11,12 +11,12 @@
 // 4, 16 hold 6 x 2; 8 x 3 and 14 x 2 do the same work per load but leave a remainder at the widths that occur (64,
 // 128).
 //
-// With 12 accumulators the first two terms of a slice are taken row by row, without zeros to add to: on a Zen 3 twelve
-// stores at once stop the multiply-adds for 20 to 30 cycles otherwise, 10 of these cycles are left so. A tile in L1
-// runs at 0.95 of what it does without slices (0.90 before), products of the recurrences and of attention 5 to 8%
-// faster. By the same measure, tried and lost: the loop unrolled by 2, 4, 8 or 32, also by hand; A packed six rows a
-// panel; sums added to C two or three rows at a time, with terms of the next slice between; A's next rows and C's lines
-// asked for.
+// With 12 accumulators the first two terms of a slice are taken row by row, without zeros to add to: on a Zen 3 a burst
+// of twelve stores at once stops the multiply-adds for 20 to 30 cycles otherwise, and for about 10 so. A tile in L1
+// runs at 0.95 of what it does without slices of 32 (0.90 before), products of the recurrences 7 to 8% faster,
+// attention 3 to 8%. Tried and lost: the loop unrolled by 2, 4, 8 or 32, also by hand; A packed six rows a panel; sums
+// added to C two or three rows at a time, with terms of the next slice between (all three in L1); A's next rows and C's
+// lines asked for (attention up to 3% slower).
 #pragma once
 
 #include "simd.h"
