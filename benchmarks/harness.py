@@ -158,6 +158,7 @@ def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds
     failed = [str(report) for report in contest.gate() if not report.passed]
     assert not failed, "wrong result, not timed:\n" + "\n".join(failed)
 
+    before = bandwidth(contest.device, contest.reads)
     contestants = {"seqkern": contest.ours, **contest.peers}
     for call in contestants.values():  # compile, allocate, warm the caches
         call(), call()
@@ -177,7 +178,6 @@ def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds
             contest.ours()
         synchronize(contest.device)
 
-    before = bandwidth(contest.device, contest.reads)
     benchmark.pedantic(ours, setup=peers, rounds=rounds, iterations=1, warmup_rounds=0)
     own = [t / calls for t in benchmark.stats.stats.data]
     fastest = max(before, bandwidth(contest.device, contest.reads))

@@ -22,8 +22,8 @@ constexpr int64_t kDotRows = W<A> >= 8 ? 8 : 0;
 constexpr int64_t kDirectRows = 4;
 // Sums of outputs in registers, and units of columns that they are at most. (Zen 3: 12 sums take twice as long as 8.)
 constexpr int kWeighed = 4 * kGemmVecs, kMostUnits = 4;
-// How many keys ahead memory is asked for, 4 to 8 KB: a core that waits for each line as it comes to it gets half the
-// bandwidth.
+// How many keys ahead memory is asked for, 4 to 8 KB at the usual head dimensions of 64 and 128, where the scores or
+// the outputs are summed in place: a core that waits for each line as it comes to it gets half the bandwidth.
 template <class T>
 constexpr int64_t kAhead = 64 / static_cast<int64_t>(sizeof(T));
 constexpr int64_t kRowStride = kFewKeys + 16;

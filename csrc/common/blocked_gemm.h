@@ -26,14 +26,13 @@ template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
 // Terms of a sum in a row: an LSTM of 129 inputs has twice torch's error with 64.
 constexpr int64_t kPanelSlice = 32;
-// Depth of a slice: 8 or 32 KB of a panel, which L1 keeps over the rows of a block. On AVX2, 192 or 256 instead of 128
+// Depth of a slice: 4 to 32 KB of a panel, which L1 keeps over the rows of a block. On AVX2, 192 or 256 instead of 128
 // take 3 to 6% more time, 192 rows in a block 4 to 6%, 256 columns 1 to 2%.
 constexpr int64_t kBlockDepth = 128;
 constexpr bool kReadInPlace = kGemmVecs == 4;
 // A row of scratch ends one cache line later than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
-template <class A>
 constexpr int64_t kStagedA = kBlockRows * kBlockDepth;
 template <class A>
 constexpr int64_t kBlockC = kBlockRows * (kBlockColumns + kPad<A>);
@@ -273,7 +272,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   const int64_t columns = p.columns - n0 < kBlockColumns ? p.columns - n0 : kBlockColumns;
   const int64_t ldc = kBlockColumns + kPad<A>, panel_stride = p.depth * kPanel<A>;
   const A* b = static_cast<const A*>(p.packed_b) + n0 / kPanel<A> * panel_stride;
-  A* c = scratch + kStagedA<A>;
+  A* c = scratch + kStagedA;
   int64_t row_stride = 1;
   const A* direct = direct_rows<A>(p, m0, rows, row_stride);
   const bool by_rows = p.a_k_stride == 1;

@@ -176,7 +176,7 @@ int64_t pack_items(const Packing& p) {
 
 void pack(const Packing& p, int64_t item) { SK_DISPATCH(p.dtype, pack_item<T>(p, item)); }
 
-int64_t multiply_scratch(Dtype dtype) { SK_BY_ACC(dtype, kStagedA<A> + kBlockC<A>); }
+int64_t multiply_scratch(Dtype dtype) { SK_BY_ACC(dtype, kStagedA + kBlockC<A>); }
 
 void multiply(const Product& p, int64_t item, void* scratch) {
   SK_BY_ACC(p.a_type, multiply_item(p, item, static_cast<A*>(scratch)));

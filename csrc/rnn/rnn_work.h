@@ -146,8 +146,10 @@ class Loops {
       return static_cast<double>(rows) / static_cast<double>((rows + tile - 1) / tile * tile);
     };
     const bool large = weights >= kShareWeights && p.batch * p.width <= kShareState;
-    const bool fuller = weights >= kFewWeights && fullness(p.batch) >= kFuller * fullness(p.batch / most_shares);
-    const bool together = large || fuller || packs_on_the_way(p.layer);  // each would pack all weights for its own rows
+    const bool fuller =
+        weights >= kFewWeights && fullness(p.batch) >= kFuller * fullness((p.batch + most_shares - 1) / most_shares);
+    // Who packs on the way would pack all weights for its own rows.
+    const bool together = large || fuller || packs_on_the_way(p.layer);
     shares_ = p.wide() ? std::clamp<int64_t>(p.batch, 1, workers) : together ? 1 : most_shares;
     if (!p.wide()) {
       const auto most = static_cast<int64_t>(turn / static_cast<double>(shares_) / kGrainTurn);
