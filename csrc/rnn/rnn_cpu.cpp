@@ -225,13 +225,13 @@ void outer(const RnnOuter& p, int64_t begin, int64_t end) { SK_DISPATCH(p.b_type
 int64_t row_stride(Dtype dtype, int64_t columns) { SK_BY_ACC(dtype, padded_stride<A>(columns)); }
 
 int64_t forward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, forward_panels<A>(l)); }
-int64_t forward_tile_rows(const RnnLayer& l) { return tile_rows(gate_count(l.cell)); }
+int64_t forward_tile_rows(const RnnLayer& l) { return whole_tile(tile_vectors(gate_count(l.cell))); }
 int64_t forward_state_size(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, ForwardState<A>(l, rows, nullptr).elements);
 }
 int64_t forward_scratch_size(const RnnLayer& l, int64_t rows) { SK_BY_ACC(l.dtype, forward_scratch<A>(l, rows)); }
 int64_t backward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, backward_panels<A>(l)); }
-int64_t backward_tile_rows(const RnnLayer&) { return tile_rows(1); }
+int64_t backward_tile_rows(const RnnLayer&) { return kTileRows<kGemmVecs>; }
 int64_t backward_state_size(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, BackwardState<A>(l, rows, nullptr).elements);
 }
