@@ -52,8 +52,9 @@ X86_TIERS = {
         "-Wno-maybe-uninitialized",
     ],
 }
-# Units for the matrix tiles of newer x86 servers, where the compiler knows them: *_amx.cpp, in one tier only.
-AMX_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-fno-exceptions"]
+# The tiers with products of bfloat16, where the compiler knows them: *_bf16.cpp.
+AVX512BF16_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-fno-exceptions"]
+BF16_TIERS = {"avx512bf16": AVX512BF16_FLAGS, "amx": [*AVX512BF16_FLAGS, "-mamx-tile", "-mamx-bf16"]}
 TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
 
 # What CUDA kernels are compiled for: machine code by compute capability (80 runs on every 8.x, 120 on 12.x, an "a" on
@@ -124,11 +125,11 @@ def python_headers() -> Path:
     return Path(sysconfig.get_paths()["include"])
 
 
-def knows_amx() -> bool:
-    """Whether this is Linux on x86-64 and the compiler can build for AMX."""
+def knows_bf16_tiers() -> bool:
+    """Whether this is Linux on x86-64 and the compiler can build for AVX512-BF16 and AMX."""
     if len(TIERS) == 1 or not sys.platform.startswith("linux"):
         return False
-    command = [*os.environ.get("CXX", "g++").split(), *AMX_FLAGS, "-x", "c++", "-E", "-", "-o", os.devnull]
+    command = [*os.environ.get("CXX", "g++").split(), *BF16_TIERS["amx"], "-x", "c++", "-E", "-", "-o", os.devnull]
     try:
         return subprocess.run(command, input=b"", capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
@@ -239,10 +240,10 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         f"-isystem {word(include)}",
         f"-isystem {word(include / 'torch' / 'csrc' / 'api' / 'include')}",
     ]
-    amx = knows_amx()
+    bf16_tiers = knows_bf16_tiers()
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
-        f"flags = {' '.join(COMMON_FLAGS)} -DSK_AMX={int(amx)} {os.environ.get('CXXFLAGS', '')}".rstrip(),
+        f"flags = {' '.join(COMMON_FLAGS)} -DSK_BF16_TIERS={int(bf16_tiers)} {os.environ.get('CXXFLAGS', '')}".rstrip(),
         f"ldflags = {os.environ.get('LDFLAGS', '')}".rstrip(),
         f"includes = -I{word(CSRC)} -I{word(CSRC / 'common')}",
         "rule compile",
@@ -269,8 +270,9 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
             units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in TIERS.items()]
         elif source == NODE_SOURCE:
             continue
-        elif source.name.endswith("_amx.cpp"):
-            units = [(f"{relative}.o", ["-DSK_TIER=amx", *AMX_FLAGS])] if amx else []
+        elif source.name.endswith("_bf16.cpp"):
+            tiers = BF16_TIERS if bf16_tiers else {}
+            units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in tiers.items()]
         elif source == CSRC / "library.cpp":
             units = [(f"{relative}.o", [*host_flags, f"'-DSK_CUDA_ARCHS=\"{' '.join(cuda.archs) if cuda else ''}\"'"])]
         else:

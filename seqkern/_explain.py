@@ -12,7 +12,17 @@ import torch
 
 import seqkern
 from seqkern import _attention_cuda, _library
-from seqkern._library import FUNCTIONS, available_isas, backend_for, cpu_isa, cuda_archs, has_triton, node_library
+from seqkern._library import (
+    BF16_FUNCTIONS,
+    BF16_ISAS,
+    FUNCTIONS,
+    available_isas,
+    backend_for,
+    cpu_isa,
+    cuda_archs,
+    has_triton,
+    node_library,
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +86,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     tier = (
         f"{isa} is the best tier this machine has" if isa == best else f"{isa} is chosen; this machine also has {best}"
     )
-    if isa == "amx" and not ("attention" in op and tensor.dtype == torch.bfloat16):
-        isa, tier = "avx512", f"{tier}, but has kernels for bfloat16 attention only"
+    if isa in BF16_ISAS and not (op in BF16_FUNCTIONS and tensor.dtype == torch.bfloat16):
+        isa, tier = "avx512", f"{tier}, but has kernels of its own for bfloat16 attention only"
     accumulate = "float64" if tensor.dtype == torch.float64 else "float32"
     copied = [i for i, t in enumerate(tensors) if t.dim() and t.size(-1) > 1 and t.stride(-1) != 1]
     note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""

@@ -23,7 +23,10 @@ from typing import Any
 import torch
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
-ISAS = ("generic", "avx2", "avx512", "amx")
+ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
+# Of these, those that are avx512 but for the products of what is here, in bfloat16.
+BF16_ISAS = ("avx512bf16", "amx")
+BF16_FUNCTIONS = ("scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode")
 
 # Every dispatcher op, and the slice (the file name) that it belongs to.
 SLICES = {
@@ -131,7 +134,7 @@ if _executor := os.environ.get("SEQKERN_SIMT", ""):
 
 
 def cpu_isa() -> str:
-    """The tier that the CPU kernels run in: "generic", "avx2", "avx512" or "amx"."""
+    """The tier that the CPU kernels run in: "generic", "avx2", "avx512", "avx512bf16" or "amx"."""
     return _extension.seqkern_active_isa().decode()
 
 

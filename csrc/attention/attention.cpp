@@ -20,10 +20,8 @@ constexpr int64_t kMaskBlocks = 8;
 
 // The variant that runs: of the active tier, or a special one for what it was made for.
 const AttentionKernels& kernels_for(const AttentionShape& shape) {
-#if SK_AMX
-  if (active_isa() == Isa::amx && shape.dtype == Dtype::bf16) return amx::attention_kernels;
-#endif
-  return attention_kernels();
+  const AttentionKernels* bf16 = shape.dtype == Dtype::bf16 ? attention_bf16_kernels() : nullptr;
+  return bf16 ? *bf16 : attention_kernels();
 }
 
 char* offset(const Tensor& t, int64_t elements) {

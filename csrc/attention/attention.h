@@ -130,12 +130,7 @@ struct AttentionKernels {
 
 SK_DECLARE_KERNEL_TABLE(AttentionKernels, attention_kernels)
 
-#if SK_AMX
-// For bfloat16 only.
-namespace amx {
-extern const AttentionKernels attention_kernels;
-}
-#endif
+SK_DECLARE_BF16_TABLE(AttentionKernels, attention_bf16_kernels)
 
 // Internal linkage: what a tier's translation unit compiles must stay there.
 namespace {

@@ -2,7 +2,7 @@
 
 #include <atomic>
 #include <cstring>
-#if SK_AMX
+#if SK_BF16_TIERS
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,18 +11,22 @@
 namespace seqkern {
 namespace {
 
-constexpr const char* kNames[] = {"generic", "avx2", "avx512", "amx"};
+constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512bf16", "amx"};
 
-#if SK_AMX
-// Tiles with bfloat16 products and the AVX-512 conversions, in the processor and with the kernel's leave: a process has
-// to ask once before its first use of tiles, for all its threads.
+#if SK_BF16_TIERS
+bool has_avx512_bf16() {
+  unsigned a, b, c, d;
+  constexpr unsigned kAvx512Bf16 = 1u << 5;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvx512Bf16) != 0;
+}
+
+// Tiles with bfloat16 products, in the processor and with the kernel's leave: a process has to ask once before its
+// first use of tiles, for all its threads.
 bool amx_usable() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   constexpr unsigned kTile = 1u << 24, kTileBf16 = 1u << 22;
   if ((d & kTile) == 0 || (d & kTileBf16) == 0) return false;
-  constexpr unsigned kAvx512Bf16 = 1u << 5;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & kAvx512Bf16) == 0) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
@@ -33,8 +37,8 @@ Isa detect() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
-#if SK_AMX
-    if (amx_usable()) return Isa::amx;
+#if SK_BF16_TIERS
+    if (has_avx512_bf16()) return amx_usable() ? Isa::amx : Isa::avx512bf16;
 #endif
     return Isa::avx512;
   }

@@ -1,7 +1,8 @@
 // The instruction-set tiers of the CPU kernels, and which of them runs.
 //
 // Every csrc/<op>/<op>_cpu.cpp is compiled once per tier with other flags, inside `namespace seqkern::SK_TIER`, and
-// exports one table of entry points. The host code of the op asks for the active tier's table on every call.
+// exports one table of entry points. The host code of the op asks for the active tier's table on every call. The tiers
+// with products of bfloat16 have tables for that type alone, of <op>_bf16.cpp; the others are those of avx512.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -12,8 +13,8 @@
 
 namespace seqkern {
 
-// amx: AVX-512 with matrix tiles for bfloat16. Ops without kernels of their own for it run those of avx512.
-enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, amx = 3 };
+// avx512bf16: AVX-512 with dot products of bfloat16 pairs (Zen 4, Cooper Lake); amx: with matrix tiles too.
+enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4 };
 
 // The tier in use: the best one this machine has, unless SEQKERN_CPU_ISA or set_isa() chose another.
 Isa active_isa();
@@ -39,6 +40,7 @@ bool set_isa(const char* name);
   inline const Table& name() {               \
     switch (active_isa()) {                  \
       case Isa::amx:                         \
+      case Isa::avx512bf16:                  \
       case Isa::avx512: return avx512::name; \
       case Isa::avx2: return avx2::name;     \
       default: return generic::name;         \
@@ -50,4 +52,26 @@ bool set_isa(const char* name);
   extern const Table name;                   \
   }                                          \
   inline const Table& name() { return generic::name; }
+#endif
+
+// Declares `name` in the tiers with products of bfloat16 and a function `name()` that returns the active one's table,
+// or null: another tier is active, or the compiler knows none of these.
+#if SK_BF16_TIERS
+#define SK_DECLARE_BF16_TABLE(Table, name)            \
+  namespace avx512bf16 {                              \
+  extern const Table name;                            \
+  }                                                   \
+  namespace amx {                                     \
+  extern const Table name;                            \
+  }                                                   \
+  inline const Table* name() {                        \
+    switch (active_isa()) {                           \
+      case Isa::amx: return &amx::name;               \
+      case Isa::avx512bf16: return &avx512bf16::name; \
+      default: return nullptr;                        \
+    }                                                 \
+  }
+#else
+#define SK_DECLARE_BF16_TABLE(Table, name) \
+  inline const Table* name() { return nullptr; }
 #endif

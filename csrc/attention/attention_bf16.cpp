@@ -11,10 +11,10 @@
 // rounding to both layouts are one pass.
 #define SK_BLOCK_Q 256
 #define SK_BLOCK_K 128
-#include "attention_amx.h"
+#include "attention_bf16.h"
 
-#include "attention_amx_forward.h"
 #include "attention_backward.h"
+#include "attention_bf16_forward.h"
 #include "attention_few.h"
 
 namespace seqkern {
@@ -425,26 +425,26 @@ int64_t bytes_of(const AttentionShape& s) {
 
 }  // namespace
 
-const AttentionKernels attention_kernels = {kBlockQ,
-                                            kBlockK,
-                                            padded,
-                                            pack_bytes,
-                                            pack,
-                                            forward_scratch,
-                                            backward_scratch,
-                                            forward,
-                                            kFewRows,
-                                            kFewKeys,
-                                            bytes_of<FewScratch<float>>,
-                                            bytes_of<FewPartial<float>>,
-                                            few_chunk<BFloat16>,
-                                            few_combine_rows<BFloat16>,
-                                            backward_begin,
-                                            backward_scores,
-                                            backward_keys,
-                                            backward_end,
-                                            mask_sum,
-                                            mask_write};
+const AttentionKernels attention_bf16_kernels = {kBlockQ,
+                                                 kBlockK,
+                                                 padded,
+                                                 pack_bytes,
+                                                 pack,
+                                                 forward_scratch,
+                                                 backward_scratch,
+                                                 forward,
+                                                 kFewRows,
+                                                 kFewKeys,
+                                                 bytes_of<FewScratch<float>>,
+                                                 bytes_of<FewPartial<float>>,
+                                                 few_chunk<BFloat16>,
+                                                 few_combine_rows<BFloat16>,
+                                                 backward_begin,
+                                                 backward_scores,
+                                                 backward_keys,
+                                                 backward_end,
+                                                 mask_sum,
+                                                 mask_write};
 
 }  // namespace SK_TIER
 }  // namespace seqkern

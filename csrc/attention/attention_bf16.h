@@ -1,16 +1,12 @@
-// Matrix tiles for attention in bfloat16: operands in the layout that they want, products over them, and exp2.
+// Operands of attention's products in bfloat16, and exp2.
 //
-// A tile is 16 rows of 64 bytes. TDPBF16PS adds to a tile of 16 x 16 floats the product of a left tile, 16 rows of 32
-// bfloat16, and a right tile whose row i holds the rows 2i and 2i + 1 of the operand, pair by pair: 16 384 operations
-// in 16 cycles. Packed operands are tiles of 1 KB, one behind the other, padded with zeros:
+// A tile is 16 rows of 64 bytes. A left tile is 16 rows of 32 bfloat16, a right one holds in row i the rows 2i and 2i +
+// 1 of the operand, pair by pair. Packed operands are tiles of 1 KB, one behind the other, padded with zeros:
 //
 //   rows        left tiles of the matrix as it lies: 16 rows by 32 columns
 //   transposed  left tiles of its transpose: 16 columns by 32 rows
 //   columns     right tiles of its transpose: a tile multiplies 32 columns, and gives 16 rows as the result's columns
 //   pairs       right tiles of the matrix as it lies: 32 rows by 16 columns
-//
-// A library that uses tiles releases their configuration when it is done (oneDNN does): every entry of a kernel loads
-// it, and releases it.
 #pragma once
 
 #include "attention_scores.h"
@@ -24,28 +20,6 @@ constexpr int64_t kTileElements = kTileBytes / 2;
 constexpr float kLog2e = 1.44269504088896f;
 
 SK_INLINE int64_t tiles(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
-
-// In memory for good: the compiler's intrinsic reads 64 bytes but admits to reading 8, so that parts of a local one
-// might never be written.
-struct alignas(64) TilePalette {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TilePalette) == 64, "as the instruction reads it");
-constexpr TilePalette kPalette;
-
-class TileConfiguration {
- public:
-  TileConfiguration() { _tile_loadconfig(&kPalette); }
-  TileConfiguration(const TileConfiguration&) = delete;
-  TileConfiguration& operator=(const TileConfiguration&) = delete;
-  ~TileConfiguration() { _tile_release(); }
-};
-
-// The intrinsics do not tell the compiler which memory they touch: what was stored before must be there, and what is
-// loaded later must be loaded later.
-SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
 // ---- packing -------------------------------------------------------------------------------------------------------
 
@@ -125,90 +99,6 @@ inline void pack_transposed(const Rows& m, int64_t first, int64_t count, int64_t
       for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 32, bit_cast<__m512i>(v[i]));
     }
     if (bad) bad[t] = finite != ~__mmask32{0};
-  }
-}
-
-// ---- products ------------------------------------------------------------------------------------------------------
-
-// Tiles of one operand: from one tile of rows (of the right one: of columns) to the next, and from one step of the
-// depth to the next, in bytes; `stride` between the rows of a tile.
-struct Tiles {
-  const void* data;
-  int64_t outer, depth, stride = 64;
-  SK_INLINE Tiles at(int64_t outer_tiles, int64_t steps) const {
-    return {static_cast<const char*>(data) + outer_tiles * outer + steps * depth, outer, depth, stride};
-  }
-};
-
-// C (+)= A B for M x N tiles of C, at most two by two: accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7.
-template <int M, int N>
-SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, bool accumulate) {
-  const int64_t row_bytes = ldc * 4;
-  memory_barrier();
-  if (accumulate) {
-    _tile_loadd(0, c, row_bytes);
-    if constexpr (N == 2) _tile_loadd(1, c + 16, row_bytes);
-    if constexpr (M == 2) _tile_loadd(2, c + 16 * ldc, row_bytes);
-    if constexpr (M == 2 && N == 2) _tile_loadd(3, c + 16 * ldc + 16, row_bytes);
-  } else {
-    _tile_zero(0);
-    if constexpr (N == 2) _tile_zero(1);
-    if constexpr (M == 2) _tile_zero(2);
-    if constexpr (M == 2 && N == 2) _tile_zero(3);
-  }
-  const char *left = static_cast<const char*>(a.data), *right = static_cast<const char*>(b.data);
-  for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth) {
-    _tile_loadd(4, left, a.stride);
-    _tile_loadd(6, right, b.stride);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (N == 2) {
-      _tile_loadd(7, right + b.outer, b.stride);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (M == 2) {
-      _tile_loadd(5, left + a.outer, a.stride);
-      _tile_dpbf16ps(2, 5, 6);
-    }
-    if constexpr (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, c, row_bytes);
-  if constexpr (N == 2) _tile_stored(1, c + 16, row_bytes);
-  if constexpr (M == 2) _tile_stored(2, c + 16 * ldc, row_bytes);
-  if constexpr (M == 2 && N == 2) _tile_stored(3, c + 16 * ldc + 16, row_bytes);
-  memory_barrier();
-}
-
-// An element of C does not depend on the tiles beside its own.
-inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
-                     int64_t ldc, bool accumulate) {
-  for (int64_t n = 0; n < column_tiles; n += 2) {
-    const bool two = n + 1 < column_tiles;
-    for (int64_t m = 0; m < row_tiles; m += 2) {
-      float* corner = c + m * 16 * ldc + n * 16;
-      const Tiles left = a.at(m, 0), right = b.at(n, 0);
-      if (m + 1 < row_tiles) {
-        if (two) tile_block<2, 2>(steps, left, right, corner, ldc, accumulate);
-        else tile_block<2, 1>(steps, left, right, corner, ldc, accumulate);
-      } else {
-        if (two) tile_block<1, 2>(steps, left, right, corner, ldc, accumulate);
-        else tile_block<1, 1>(steps, left, right, corner, ldc, accumulate);
-      }
-    }
-  }
-}
-
-// The same where C ends after `rows` rows: the last tile takes a detour.
-inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
-                          int64_t ldc, bool accumulate) {
-  const int64_t whole = rows / 16, rest = rows % 16;
-  if (whole > 0) multiply(whole, column_tiles, steps, a, b, c, ldc, accumulate);
-  if (rest == 0) return;
-  alignas(64) float last[16 * 16] = {};
-  for (int64_t n = 0; n < column_tiles; ++n) {
-    float* corner = c + whole * 16 * ldc + n * 16;
-    for (int64_t r = 0; accumulate && r < rest; ++r) store(last + r * 16, load(corner + r * ldc));
-    tile_block<1, 1>(steps, a.at(whole, 0), b.at(n, 0), last, 16, accumulate);
-    for (int64_t r = 0; r < rest; ++r) store(corner + r * ldc, load(last + r * 16));
   }
 }
 

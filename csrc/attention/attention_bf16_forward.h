@@ -21,7 +21,7 @@
 // instructions for four cheap ones).
 #pragma once
 
-#include "attention_amx.h"
+#include "attention_bf16_products.h"
 #include "attention_forward.h"
 
 namespace seqkern {
@@ -35,16 +35,6 @@ constexpr int64_t kQueryGroups = kBlockQ / kGroup;
 constexpr int64_t kSums = 256;  // of a tile of sums
 // The score that sets M gets the weight 2^-8 or less, and one of 2 or more raises M.
 constexpr float kHeadroom = 8, kNoShift = 1e30f;
-
-// As the compiler's intrinsics, but in order with all other accesses of memory.
-#define SK_TILE_LOAD(tile, from, bytes)                                                     \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(static_cast<const void*>(from)), \
-                   "r"(static_cast<int64_t>(bytes))                                         \
-                   : "memory")
-#define SK_TILE_STORE(tile, to, bytes)                                                   \
-  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(static_cast<void*>(to)), \
-                   "r"(static_cast<int64_t>(bytes))                                      \
-                   : "memory")
 
 // A count of tiles that the compiler knows, or not.
 template <int N>
@@ -115,59 +105,6 @@ struct ForwardTiles {
     elements = arena.used;
   }
 };
-
-// ---- products ------------------------------------------------------------------------------------------------------
-
-// Scores of a group, (32, 32), in tiles 0 to 3: zero, the steps [from, to) of K Q^T, and to memory.
-SK_INLINE void scores_begin() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
-SK_INLINE void scores_add(const BFloat16* key, const BFloat16* query, int64_t depth, int64_t from, int64_t to) {
-#pragma GCC unroll 4
-  for (int64_t d = from; d < to; ++d) {
-    SK_TILE_LOAD(4, key + d * kTileElements, 64);
-    SK_TILE_LOAD(6, query + d * kTileElements, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    SK_TILE_LOAD(7, query + (depth + d) * kTileElements, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    SK_TILE_LOAD(5, key + (depth + d) * kTileElements, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-}
-SK_INLINE void scores_end(float* scores) {
-  SK_TILE_STORE(0, scores, 4 * kGroup);
-  SK_TILE_STORE(1, scores + 16, 4 * kGroup);
-  SK_TILE_STORE(2, scores + 16 * kGroup, 4 * kGroup);
-  SK_TILE_STORE(3, scores + 16 * kGroup + 16, 4 * kGroup);
-}
-
-// O^T, 32 columns of V by 32 queries, in tiles 4 to 7.
-SK_INLINE void out_begin(const float* out) {
-  SK_TILE_LOAD(4, out, 64);
-  SK_TILE_LOAD(5, out + kSums, 64);
-  SK_TILE_LOAD(6, out + 2 * kSums, 64);
-  SK_TILE_LOAD(7, out + 3 * kSums, 64);
-}
-SK_INLINE void out_add(const BFloat16* value_t, const BFloat16* weights) {
-  SK_TILE_LOAD(0, value_t, 64);
-  SK_TILE_LOAD(2, weights, 64);
-  _tile_dpbf16ps(4, 0, 2);
-  SK_TILE_LOAD(3, weights + kTileElements, 64);
-  _tile_dpbf16ps(5, 0, 3);
-  SK_TILE_LOAD(1, value_t + kTileElements, 64);
-  _tile_dpbf16ps(6, 1, 2);
-  _tile_dpbf16ps(7, 1, 3);
-}
-SK_INLINE void out_end(float* out) {
-  SK_TILE_STORE(4, out, 64);
-  SK_TILE_STORE(5, out + kSums, 64);
-  SK_TILE_STORE(6, out + 2 * kSums, 64);
-  SK_TILE_STORE(7, out + 3 * kSums, 64);
-}
 
 // ---- visibility ----------------------------------------------------------------------------------------------------
 
@@ -337,6 +274,7 @@ class AmxForward {
     }
   }
 
+#if defined(__AMX_BF16__)
   SK_INLINE void output(Pending& w, int64_t from, int64_t to) const {
     const BFloat16* value = w.value + 2 * w.done * kTileElements;
     for (int64_t g = from; g < to; ++g) {
@@ -353,12 +291,11 @@ class AmxForward {
     out_end(out);
     ++w.done;
   }
+#endif
   SK_INLINE void outputs(Pending& w, int64_t end) const {
-    while (w.done < end) {
-      output_begin(w);
-      output(w, 0, w.count);
-      output_end(w);
-    }
+    for (; w.done < end; ++w.done)
+      out_product(w.value + 2 * w.done * kTileElements, 2 * nv_ * kTileElements, w.weights, w.count,
+                  w.out + w.done * 4 * kSums);
   }
 
   template <bool masked>
@@ -499,9 +436,7 @@ class AmxForward {
     int current = 0, buffer = 0;
     const auto rows_of = [&](int64_t key_group) { return packed_.key + key_group * 2 * nk * kTileElements; };
     const auto columns_of = [&](int64_t group) { return t_.query + group * 2 * nk * kTileElements; };
-    scores_begin();
-    scores_add(rows_of(run.begin), columns_of(run.group), nk, 0, nk);
-    scores_end(t_.scores[0]);
+    scores_product(rows_of(run.begin), columns_of(run.group), nk, t_.scores[0]);
     for (bool running = true; running; run = next) {
       next = run;
       running = advance(next);
@@ -523,6 +458,7 @@ class AmxForward {
           h[0].any = h[1].any = _mm512_setzero_si512();
           if (is_new(h)) raise(scores, c, nullptr, run.group, h, weights, g, pending);
           const Softmax before[2] = {h[0], h[1]};
+#if defined(__AMX_BF16__)
           // The products of the next group, and of the last run with the values, go on beside the exponentials.
           if (more) {
             scores_begin();
@@ -545,6 +481,10 @@ class AmxForward {
             output_end(pending);
           }
           weigh_scores<false>(scores + 16 * kGroup + 16, c, nullptr, h[1], to + kTileElements + 256);
+#else
+          if (more) scores_product(rows, columns, nk, other);
+          weigh_group<false>(scores, c, mask, h, to);
+#endif
           outputs(pending, outputs_end);
           if (__builtin_expect(exceeded(h), 0)) {
             h[0] = before[0];
@@ -553,11 +493,7 @@ class AmxForward {
             weigh_group<false>(scores, c, mask, h, to);
           }
         } else {
-          if (more) {
-            scores_begin();
-            scores_add(rows, columns, nk, 0, nk);
-            scores_end(other);
-          }
+          if (more) { scores_product(rows, columns, nk, other); }
           outputs(pending, outputs_end);
           if (!all) fill_mask(band_, q0_ + q, key_group * kGroup, mask);
           if (options_) {

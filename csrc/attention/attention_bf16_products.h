@@ -1,0 +1,270 @@
+// Products of attention in bfloat16, sums in float32: on matrix tiles (AMX), or by dot products of pairs (AVX512-BF16).
+// Both take the same operands (attention_bf16.h).
+//
+// TDPBF16PS adds to a tile of 16 x 16 floats the product of a left and a right tile: 16 384 operations in 16 cycles. A
+// library that uses tiles releases their configuration when it is done (oneDNN does): every entry of a kernel loads it,
+// and releases it.
+//
+// VDPBF16PS adds to 16 floats the two products of each of 16 pairs: a row of a right tile times a pair of a left tile's
+// row, which is read as if it were a float, to all lanes.
+#pragma once
+
+#include "attention_bf16.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+// Tiles of one operand: from one tile of rows (of the right one: of columns) to the next, and from one step of the
+// depth to the next, in bytes; `stride` between the rows of a tile.
+struct Tiles {
+  const void* data;
+  int64_t outer, depth, stride = 64;
+  SK_INLINE Tiles at(int64_t outer_tiles, int64_t steps) const {
+    return {static_cast<const char*>(data) + outer_tiles * outer + steps * depth, outer, depth, stride};
+  }
+};
+
+#if defined(__AMX_BF16__)
+// ---- matrix tiles ---
+
+// In memory for good: the compiler's intrinsic reads 64 bytes but admits to reading 8, so that parts of a local one
+// might never be written.
+struct alignas(64) TilePalette {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TilePalette) == 64, "as the instruction reads it");
+constexpr TilePalette kPalette;
+
+class TileConfiguration {
+ public:
+  TileConfiguration() { _tile_loadconfig(&kPalette); }
+  TileConfiguration(const TileConfiguration&) = delete;
+  TileConfiguration& operator=(const TileConfiguration&) = delete;
+  ~TileConfiguration() { _tile_release(); }
+};
+
+// The intrinsics do not tell the compiler which memory they touch: what was stored before must be there, and what is
+// loaded later must be loaded later.
+SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
+
+// As the compiler's intrinsics, but in order with all other accesses of memory.
+#define SK_TILE_LOAD(tile, from, bytes)                                                     \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(static_cast<const void*>(from)), \
+                   "r"(static_cast<int64_t>(bytes))                                         \
+                   : "memory")
+#define SK_TILE_STORE(tile, to, bytes)                                                   \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(static_cast<void*>(to)), \
+                   "r"(static_cast<int64_t>(bytes))                                      \
+                   : "memory")
+
+// C (+)= A B for M x N tiles of C, at most two by two: accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7.
+template <int M, int N>
+SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, bool accumulate) {
+  const int64_t row_bytes = ldc * 4;
+  memory_barrier();
+  if (accumulate) {
+    _tile_loadd(0, c, row_bytes);
+    if constexpr (N == 2) _tile_loadd(1, c + 16, row_bytes);
+    if constexpr (M == 2) _tile_loadd(2, c + 16 * ldc, row_bytes);
+    if constexpr (M == 2 && N == 2) _tile_loadd(3, c + 16 * ldc + 16, row_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (N == 2) _tile_zero(1);
+    if constexpr (M == 2) _tile_zero(2);
+    if constexpr (M == 2 && N == 2) _tile_zero(3);
+  }
+  const char *left = static_cast<const char*>(a.data), *right = static_cast<const char*>(b.data);
+  for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth) {
+    _tile_loadd(4, left, a.stride);
+    _tile_loadd(6, right, b.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (N == 2) {
+      _tile_loadd(7, right + b.outer, b.stride);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (M == 2) {
+      _tile_loadd(5, left + a.outer, a.stride);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, c, row_bytes);
+  if constexpr (N == 2) _tile_stored(1, c + 16, row_bytes);
+  if constexpr (M == 2) _tile_stored(2, c + 16 * ldc, row_bytes);
+  if constexpr (M == 2 && N == 2) _tile_stored(3, c + 16 * ldc + 16, row_bytes);
+  memory_barrier();
+}
+
+// An element of C does not depend on the tiles beside its own.
+inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
+                     int64_t ldc, bool accumulate) {
+  for (int64_t n = 0; n < column_tiles; n += 2) {
+    const bool two = n + 1 < column_tiles;
+    for (int64_t m = 0; m < row_tiles; m += 2) {
+      float* corner = c + m * 16 * ldc + n * 16;
+      const Tiles left = a.at(m, 0), right = b.at(n, 0);
+      if (m + 1 < row_tiles) {
+        if (two) tile_block<2, 2>(steps, left, right, corner, ldc, accumulate);
+        else tile_block<2, 1>(steps, left, right, corner, ldc, accumulate);
+      } else {
+        if (two) tile_block<1, 2>(steps, left, right, corner, ldc, accumulate);
+        else tile_block<1, 1>(steps, left, right, corner, ldc, accumulate);
+      }
+    }
+  }
+}
+
+// The same where C ends after `rows` rows: the last tile takes a detour.
+inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
+                          int64_t ldc, bool accumulate) {
+  const int64_t whole = rows / 16, rest = rows % 16;
+  if (whole > 0) multiply(whole, column_tiles, steps, a, b, c, ldc, accumulate);
+  if (rest == 0) return;
+  alignas(64) float last[16 * 16] = {};
+  for (int64_t n = 0; n < column_tiles; ++n) {
+    float* corner = c + whole * 16 * ldc + n * 16;
+    for (int64_t r = 0; accumulate && r < rest; ++r) store(last + r * 16, load(corner + r * ldc));
+    tile_block<1, 1>(steps, a.at(whole, 0), b.at(n, 0), last, 16, accumulate);
+    for (int64_t r = 0; r < rest; ++r) store(corner + r * ldc, load(last + r * 16));
+  }
+}
+
+// Scores of a group, (32, 32), in tiles 0 to 3: zero, the steps [from, to) of K Q^T, and to memory.
+SK_INLINE void scores_begin() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+SK_INLINE void scores_add(const BFloat16* key, const BFloat16* query, int64_t depth, int64_t from, int64_t to) {
+#pragma GCC unroll 4
+  for (int64_t d = from; d < to; ++d) {
+    SK_TILE_LOAD(4, key + d * kTileElements, 64);
+    SK_TILE_LOAD(6, query + d * kTileElements, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    SK_TILE_LOAD(7, query + (depth + d) * kTileElements, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    SK_TILE_LOAD(5, key + (depth + d) * kTileElements, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+SK_INLINE void scores_end(float* scores) {
+  SK_TILE_STORE(0, scores, 4 * 32);
+  SK_TILE_STORE(1, scores + 16, 4 * 32);
+  SK_TILE_STORE(2, scores + 16 * 32, 4 * 32);
+  SK_TILE_STORE(3, scores + 16 * 32 + 16, 4 * 32);
+}
+
+// The same at once.
+SK_INLINE void scores_product(const BFloat16* key, const BFloat16* query, int64_t depth, float* scores) {
+  scores_begin();
+  scores_add(key, query, depth, 0, depth);
+  scores_end(scores);
+}
+
+// O^T, 32 columns of V by 32 queries, in tiles 4 to 7.
+SK_INLINE void out_begin(const float* out) {
+  SK_TILE_LOAD(4, out, 64);
+  SK_TILE_LOAD(5, out + 256, 64);
+  SK_TILE_LOAD(6, out + 2 * 256, 64);
+  SK_TILE_LOAD(7, out + 3 * 256, 64);
+}
+SK_INLINE void out_add(const BFloat16* value_t, const BFloat16* weights) {
+  SK_TILE_LOAD(0, value_t, 64);
+  SK_TILE_LOAD(2, weights, 64);
+  _tile_dpbf16ps(4, 0, 2);
+  SK_TILE_LOAD(3, weights + kTileElements, 64);
+  _tile_dpbf16ps(5, 0, 3);
+  SK_TILE_LOAD(1, value_t + kTileElements, 64);
+  _tile_dpbf16ps(6, 1, 2);
+  _tile_dpbf16ps(7, 1, 3);
+}
+SK_INLINE void out_end(float* out) {
+  SK_TILE_STORE(4, out, 64);
+  SK_TILE_STORE(5, out + 256, 64);
+  SK_TILE_STORE(6, out + 2 * 256, 64);
+  SK_TILE_STORE(7, out + 3 * 256, 64);
+}
+// The same at once, over `groups` groups of 32 keys, those of V `value_stride` elements apart.
+SK_INLINE void out_product(const BFloat16* value_t, int64_t value_stride, const BFloat16* weights, int64_t groups,
+                           float* out) {
+  out_begin(out);
+  for (int64_t g = 0; g < groups; ++g) out_add(value_t + g * value_stride, weights + g * 2 * kTileElements);
+  out_end(out);
+}
+
+#else
+// ---- dot products ---
+
+class TileConfiguration {
+ public:
+  TileConfiguration() {}
+};
+
+// C (+)= A B for R rows, from row `row` of A on, and N tiles of columns.
+template <int R, int N>
+SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles& b, float* c, int64_t ldc,
+                         int64_t c_tile, bool accumulate) {
+  __m512 sum[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n)
+      sum[r][n] = accumulate ? _mm512_loadu_ps(c + r * ldc + n * c_tile) : _mm512_setzero_ps();
+  const char *left = static_cast<const char*>(a.data) + row * a.stride, *right = static_cast<const char*>(b.data);
+  for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth)
+    for (int64_t i = 0; i < 16; ++i) {
+      __m512bh w[N];
+      for (int n = 0; n < N; ++n) w[n] = bit_cast<__m512bh>(_mm512_load_si512(right + n * b.outer + i * b.stride));
+      for (int r = 0; r < R; ++r) {
+        const __m512bh x = bit_cast<__m512bh>(_mm512_set1_ps(*reinterpret_cast<const float*>(left + r * a.stride + i * 4)));
+        for (int n = 0; n < N; ++n) sum[r][n] = _mm512_dpbf16_ps(sum[r][n], x, w[n]);
+      }
+    }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(c + r * ldc + n * c_tile, sum[r][n]);
+}
+
+template <int N>
+SK_INLINE void dot_columns(int64_t rows, int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc,
+                           bool accumulate) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+    dot_block<4, N>(steps, a.at(r / 16, 0), r % 16, b, c + r * ldc, ldc, 16, accumulate);
+  for (; r < rows; ++r) dot_block<1, N>(steps, a.at(r / 16, 0), r % 16, b, c + r * ldc, ldc, 16, accumulate);
+}
+
+inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
+                          int64_t ldc, bool accumulate) {
+  int64_t n = 0;
+  for (; n + 4 <= column_tiles; n += 4) dot_columns<4>(rows, steps, a, b.at(n, 0), c + n * 16, ldc, accumulate);
+  for (; n + 2 <= column_tiles; n += 2) dot_columns<2>(rows, steps, a, b.at(n, 0), c + n * 16, ldc, accumulate);
+  for (; n < column_tiles; ++n) dot_columns<1>(rows, steps, a, b.at(n, 0), c + n * 16, ldc, accumulate);
+}
+inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
+                     int64_t ldc, bool accumulate) {
+  multiply_rows(row_tiles * 16, column_tiles, steps, a, b, c, ldc, accumulate);
+}
+
+// Scores of a group, (32, 32): K Q^T.
+SK_INLINE void scores_product(const BFloat16* key, const BFloat16* query, int64_t depth, float* scores) {
+  multiply(2, 2, depth, {key, depth * kTileBytes, kTileBytes}, {query, depth * kTileBytes, kTileBytes}, scores, 32,
+           false);
+}
+// O^T, 32 columns of V by 32 queries in four tiles, += V^T P^T over `groups` groups of 32 keys, those of V
+// `value_stride` elements apart.
+SK_INLINE void out_product(const BFloat16* value_t, int64_t value_stride, const BFloat16* weights, int64_t groups,
+                           float* out) {
+  for (int64_t m = 0; m < 2; ++m)
+    for (int64_t r = 0; r < 16; r += 8)
+      dot_block<8, 2>(groups, {value_t + m * kTileElements, 0, 2 * value_stride}, r,
+                      {weights, kTileBytes, 2 * kTileBytes}, out + m * 512 + r * 16, 16, 256, true);
+}
+
+#endif
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern
