@@ -26,7 +26,16 @@ BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 # Of these, those that are avx512 but for the products of what is here, in bfloat16.
 BF16_ISAS = ("avx512bf16", "amx")
-BF16_FUNCTIONS = ("scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode")
+BF16_FUNCTIONS = (
+    "scaled_dot_product_attention",
+    "attention",
+    "attention_varlen",
+    "attention_decode",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+)
 
 # Every dispatcher op, and the slice (the file name) that it belongs to.
 SLICES = {

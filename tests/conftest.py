@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     The slow tests have those between the first and the last, but avx512 where what follows is for bfloat16 alone.
     """
     if "isa" in metafunc.fixturenames:
-        own = "attention" in metafunc.module.__name__
+        own = any(name in metafunc.module.__name__ for name in ("attention", "rnn"))
         tiers = [i for i in _library.available_isas() if own or i not in _library.BF16_ISAS]
         quick = {tiers[0], tiers[-1], *(["avx512"] if tiers[-1] in _library.BF16_ISAS else [])}
         marked = [pytest.param(i, marks=() if i in quick else pytest.mark.slow) for i in tiers]

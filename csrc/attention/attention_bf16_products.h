@@ -219,7 +219,8 @@ SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles
       __m512bh w[N];
       for (int n = 0; n < N; ++n) w[n] = bit_cast<__m512bh>(_mm512_load_si512(right + n * b.outer + i * b.stride));
       for (int r = 0; r < R; ++r) {
-        const __m512bh x = bit_cast<__m512bh>(_mm512_set1_ps(*reinterpret_cast<const float*>(left + r * a.stride + i * 4)));
+        const __m512bh x =
+            bit_cast<__m512bh>(_mm512_set1_ps(*reinterpret_cast<const float*>(left + r * a.stride + i * 4)));
         for (int n = 0; n < N; ++n) sum[r][n] = _mm512_dpbf16_ps(sum[r][n], x, w[n]);
       }
     }
@@ -231,8 +232,7 @@ template <int N>
 SK_INLINE void dot_columns(int64_t rows, int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc,
                            bool accumulate) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-    dot_block<4, N>(steps, a.at(r / 16, 0), r % 16, b, c + r * ldc, ldc, 16, accumulate);
+  for (; r + 4 <= rows; r += 4) dot_block<4, N>(steps, a.at(r / 16, 0), r % 16, b, c + r * ldc, ldc, 16, accumulate);
   for (; r < rows; ++r) dot_block<1, N>(steps, a.at(r / 16, 0), r % 16, b, c + r * ldc, ldc, 16, accumulate);
 }
 

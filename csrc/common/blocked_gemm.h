@@ -29,7 +29,7 @@ constexpr int64_t kPanelSlice = 32;
 // Depth of a slice: 4 to 32 KB of a panel, which L1 keeps over the rows of a block. On AVX2, 192 or 256 instead of 128
 // take 3 to 6% more time, 192 rows in a block 4 to 6%, 256 columns 1 to 2%.
 constexpr int64_t kBlockDepth = 128;
-constexpr bool kReadInPlace = kGemmVecs == 4;
+constexpr bool kReadInPlace = kGemmVecs == 4 && kTerms == 1;
 // A row of scratch ends one cache line later than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
@@ -45,7 +45,7 @@ SK_INLINE void by_element(Dtype dtype, const F& f) {
   if constexpr (sizeof(A) == 8) f(double{});
   else if (dtype == Dtype::f32) f(float{});
   else if (dtype == Dtype::bf16) f(BFloat16{});
-  else f(Half{});
+  else if constexpr (kTerms == 1) f(Half{});
 }
 
 template <class A>
@@ -66,17 +66,32 @@ template <class T>
 void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t count, acc_t<T>* packed,
                      int64_t packed_stride) {
   using A = acc_t<T>;
-  for (int64_t k0 = 0; k0 < depth; k0 += W<A>) {
-    const int64_t rows = depth - k0 < W<A> ? depth - k0 : W<A>;
+  for (int64_t k0 = 0; k0 < units(depth); k0 += W<A>) {
+    const int64_t rows = units(depth) - k0 < W<A> ? units(depth) - k0 : W<A>, first = k0 * kTerms;
     Vec<A> block[W<A>];
-    for (int n = 0; n < W<A>; ++n) block[n] = n < count ? load_upto(source + n * n_stride + k0, rows) : Vec<A>{};
+    for (int n = 0; n < W<A>; ++n)
+      block[n] = n < count ? load_units(source + n * n_stride + first, depth - first) : Vec<A>{};
     transpose_square<A>(block);
     for (int k = 0; k < W<A>; ++k)
       if (k < rows) store(packed + (k0 + k) * packed_stride, block[k]);
   }
 }
 
-// Rows [k, k + depth) of one panel, which begins at `packed`.
+// Row k of a source whose rows lie as such; null: zeros, or there is none.
+template <class T>
+SK_INLINE const T* source_row(const Packing& b, int64_t k) {
+  if (k >= b.depth) return nullptr;
+  if (b.rows) return static_cast<const T*>(b.rows[k]);
+  const int64_t row = k + b.first_row < b.depth ? k + b.first_row : k + b.first_row - b.depth;
+  return static_cast<const T*>(b.source) + row * b.k_stride;
+}
+// Row k, with what follows it in a unit, as load_rows() takes them.
+template <class T>
+SK_INLINE auto rows_from(const Packing& b, int64_t k) {
+  return [&b, k](int64_t i) { return source_row<T>(b, k + i); };
+}
+
+// Rows [k, k + depth) of one panel, which begins at `packed`; k is a unit's first row.
 template <class T>
 void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
@@ -89,31 +104,29 @@ void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<
   for (int64_t v = 0; v < vectors; ++v) {
     const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
     const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
-    A* to = packed + v * W<A> / side * p.packed_depth * side + (p.packed_begin + k) * side + v * W<A> % side;
+    A* to = packed + (v * W<A> / side * units(p.depth) + units(k)) * side + v * W<A> % side;
     parts[v] = {left > 0 ? column : 0, left < 0 ? 0 : left < W<A> ? left : W<A>, to};
   }
-  const T* source = p.rows ? nullptr : static_cast<const T*>(p.source) + k * p.k_stride;
   if (!p.rows && p.n_stride != 1) {
+    const T* source = static_cast<const T*>(p.source) + k;
     for (int64_t v = 0; v < vectors; ++v)
       pack_transposed(source + parts[v].column * p.n_stride, p.n_stride, depth, parts[v].count, parts[v].to, side);
     return;
   }
   // A row at a time: rows whose distance is a power of two push each other out of the cache.
-  for (int64_t i = 0; i < depth; ++i) {
-    const T* row = p.rows ? static_cast<const T*>(p.rows[k + i]) : source + i * p.k_stride;
+  for (int64_t i = 0; i < units(depth); ++i)
     for (int64_t v = 0; v < vectors; ++v)
-      store(parts[v].to + i * side, row ? load_upto(row + parts[v].column, parts[v].count) : Vec<A>{});
-  }
+      store(parts[v].to + i * side, load_rows<T>(rows_from<T>(p, k + i * kTerms), parts[v].column, parts[v].count));
 }
 
-// Work item: one panel over kBlockDepth rows, `item` counting the rows fastest.
+// Work item: one panel over kBlockDepth units, `item` counting these fastest.
 template <class T>
 void pack_item(const Packing& p, int64_t item) {
   using A = acc_t<T>;
-  const int64_t slices = (p.depth + kBlockDepth - 1) / kBlockDepth;
-  const int64_t panel = item / slices, k = item % slices * kBlockDepth;
-  const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
-  pack_rows<T>(p, panel, k, depth, static_cast<A*>(p.packed) + panel * p.packed_depth * panel_width<A>(p.groups));
+  const int64_t slice = kBlockDepth * kTerms, slices = (p.depth + slice - 1) / slice;
+  const int64_t panel = item / slices, k = item % slices * slice;
+  const int64_t depth = p.depth - k < slice ? p.depth - k : slice;
+  pack_rows<T>(p, panel, k, depth, static_cast<A*>(p.packed) + panel * units(p.depth) * panel_width<A>(p.groups));
 }
 
 // A whole panel, where it is needed, instead of all of them before.
@@ -181,14 +194,16 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
   }
 }
 
-// A(m0 .. m0 + rows, k0 .. k0 + depth) as [k][m], kBlockRows apart.
+// A(m0 .. m0 + rows, k0 .. k0 + depth) as [k][m], kBlockRows apart; k0 is a unit's first number.
 template <class T>
 void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, acc_t<T>* staged) {
   using A = acc_t<T>;
   if (p.a_k_stride != 1) {
     const T* in = static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
-    for (int64_t k = 0; k < depth; ++k, in += p.a_k_stride, staged += kBlockRows)
-      for (int64_t m = 0; m < rows; m += W<A>) store(staged + m, load_upto(in + m, rows - m));
+    for (int64_t k = 0; k < depth; k += kTerms, staged += kBlockRows) {
+      const auto row = [&](int64_t i) { return k + i < depth ? in + (k + i) * p.a_k_stride : nullptr; };
+      for (int64_t m = 0; m < rows; m += W<A>) store(staged + m, load_rows<T>(row, m, rows - m));
+    }
     return;
   }
   for (int64_t m = 0; m < rows; m += W<A>) {
@@ -200,10 +215,10 @@ void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth
                             : static_cast<const T*>(p.a) + row * p.a_row_stride;
       if (in[i]) in[i] += k0;
     }
-    for (int64_t k = 0; k < depth; k += W<A>) {
-      const int64_t count = depth - k < W<A> ? depth - k : W<A>;
+    for (int64_t k = 0; k < units(depth); k += W<A>) {
+      const int64_t count = units(depth) - k < W<A> ? units(depth) - k : W<A>, first = k * kTerms;
       Vec<A> block[W<A>];
-      for (int i = 0; i < W<A>; ++i) block[i] = in[i] ? load_upto(in[i] + k, count) : Vec<A>{};
+      for (int i = 0; i < W<A>; ++i) block[i] = in[i] ? load_units(in[i] + first, depth - first) : Vec<A>{};
       transpose_square<A>(block);
       for (int i = 0; i < W<A>; ++i)
         if (i < count) store(staged + (k + i) * kBlockRows + m, block[i]);
@@ -270,7 +285,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   const int64_t m0 = item / column_blocks * p.block_rows, n0 = item % column_blocks * kBlockColumns;
   const int64_t rows = p.rows - m0 < p.block_rows ? p.rows - m0 : p.block_rows;
   const int64_t columns = p.columns - n0 < kBlockColumns ? p.columns - n0 : kBlockColumns;
-  const int64_t ldc = kBlockColumns + kPad<A>, panel_stride = p.depth * kPanel<A>;
+  const int64_t all = units(p.depth), ldc = kBlockColumns + kPad<A>, panel_stride = all * kPanel<A>;
   const A* b = static_cast<const A*>(p.packed_b) + n0 / kPanel<A> * panel_stride;
   A* c = scratch + kStagedA;
   int64_t row_stride = 1;
@@ -278,16 +293,20 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   const bool by_rows = p.a_k_stride == 1;
   const int64_t k_stride = direct ? 1 : kBlockRows;
   // Without any depth the product is zero; a tile of depth 0 writes that.
-  for (int64_t k = 0; k == 0 || k < p.depth; k += kBlockDepth) {
-    const int64_t depth = p.depth - k < kBlockDepth ? p.depth - k : kBlockDepth;
-    if (!direct) stage_any(p, m0, rows, k, depth, scratch);
+  for (int64_t k = 0; k == 0 || k < all; k += kBlockDepth) {
+    const int64_t depth = all - k < kBlockDepth ? all - k : kBlockDepth;
+    if (!direct) {
+      const int64_t first = k * kTerms, left = p.depth - first;
+      stage_any(p, m0, rows, first, left < depth * kTerms ? left : depth * kTerms, scratch);
+    }
     const A* a = direct ? direct + k : scratch;
     const auto product = [&](const auto& before, const auto& after) {
       multiply_panels<A>(rows, columns, depth, a, row_stride, k_stride, b + k * kPanel<A>, panel_stride, c, ldc, k > 0,
                          before, after);
     };
-    const int64_t next = k + kBlockDepth, next_depth = p.depth - next < kBlockDepth ? p.depth - next : kBlockDepth;
-    if (next >= p.depth) {
+    const int64_t next = (k + kBlockDepth) * kTerms, left = p.depth - next;
+    const int64_t next_depth = left < kBlockDepth * kTerms ? left : kBlockDepth * kTerms;
+    if (left <= 0) {
       product([&](int64_t m, int64_t n, int64_t tile_rows, int64_t width)
                   SK_PREFETCHING { fetch_tile(p, m0 + m, tile_rows, n0 + n, width); },
               [&](int64_t m, int64_t n, int64_t tile_rows, int64_t width) {

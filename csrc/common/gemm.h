@@ -1,4 +1,5 @@
-// The register-blocked product under attention and the recurrences: C[m, n] (+)= sum_k A(m, k) B[k, n].
+// The register-blocked product under attention and the recurrences: C[m, n] (+)= sum_k A(m, k) B[k, n], in units
+// (operand.h).
 //
 // A is read element by element (any two strides: a transposed A costs nothing), B and C row by row in whole vectors, so
 // their rows must be padded to a multiple of the vector width. A row of C depends on its own row of A only, in
@@ -19,7 +20,7 @@
 // lines asked for (attention up to 3% slower).
 #pragma once
 
-#include "simd.h"
+#include "operand.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -40,7 +41,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
                          int64_t ldc, bool accumulate) {
   if (U == UnitStride::k) k_stride = 1;
   if (U == UnitStride::row) row_stride = 1;
-  const auto element = [&](int i, int64_t k) { return broadcast<A>(a[i * row_stride + k * k_stride]); };
+  const auto element = [&](int i, int64_t k) { return broadcast_unit(a + i * row_stride + k * k_stride); };
   const auto load_row = [&](int64_t k, Vec<A>(&row)[NR]) {
     for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
   };
@@ -66,7 +67,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
       load_row(k, row);
       for (int i = 0; i < MR; ++i) {
         const Vec<A> x = element(i, k);
-        for (int j = 0; j < NR; ++j) acc[i][j] += x * row[j];
+        for (int j = 0; j < NR; ++j) acc[i][j] = multiply_add(x, row[j], acc[i][j]);
       }
     }
     for (int i = 0; i < MR; ++i)

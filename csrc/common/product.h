@@ -11,7 +11,7 @@ namespace seqkern {
 constexpr int64_t kBlockRows = 96, kBlockColumns = 512;
 
 // Copies B(k, n) = source[k * k_stride + n * n_stride] into panels that a micro-tile streams: [panel][k][vectors][W],
-// in the accumulation type, zero where a panel reaches beyond the columns. One of the strides is 1. A panel of more
+// in units (operand.h), zero where a panel reaches beyond the columns. One of the strides is 1. A panel of more
 // vectors than a tile is wide is several, one tile wide each.
 struct Packing {
   Dtype dtype;
@@ -22,9 +22,8 @@ struct Packing {
   // columns of each: the gates of W units side by side.
   int64_t groups;
   void* packed;
-  int64_t packed_depth, packed_begin;  // the source is rows [packed_begin, packed_begin + depth) of the packed B
-  const void* const* rows = nullptr;   // instead of source and k_stride (n_stride is 1): row k of B, null for zeros
-  // For the products of few rows with a row-major B alone: row k of B is row (first_row + k) % depth of the source.
+  const void* const* rows = nullptr;  // instead of source and k_stride (n_stride is 1): row k of B, null for zeros
+  // Where n_stride is 1: row k of B is row (first_row + k) % depth of the source.
   int64_t first_row = 0;
 };
 

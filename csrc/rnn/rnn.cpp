@@ -28,7 +28,7 @@ constexpr int64_t kFewOuter = 16;
 bool few_tokens(const RnnProblem& p) { return p.inputs > 0 && p.steps * p.batch <= kFewRows; }
 
 void few_rows_product(const RnnProblem& p, const RnnFewRows& few) {
-  const RnnKernels& kernels = rnn_kernels();
+  const RnnKernels& kernels = p.kernels;
   for_items(kernels.few_rows_items(few), static_cast<double>(few.b.depth) * few.b.columns * (few.rows + 4), p.input,
             kernels.few_rows_scratch(few), p.acc,
             [&](int64_t item, void* scratch) { kernels.few_rows(few, item, scratch); });
@@ -39,7 +39,7 @@ Source transposed(const Tensor& w) { return {w.const_data_ptr(), w.size(1), 1, w
 // zx of a chunk's tokens; without a packed W_ih of all tokens, which are few.
 void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const MaybeTensor& packed_w_ih, void* zx,
                     int64_t stride) {
-  const RnnKernels& kernels = rnn_kernels();
+  const RnnKernels& kernels = p.kernels;
   const auto i = static_cast<size_t>(d);
   const void* bias = p.bias.empty() ? nullptr : p.bias[i].const_data_ptr();
   const auto count = static_cast<int64_t>(rows.size());
@@ -57,7 +57,7 @@ void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const Mayb
   const int64_t x_stride = kernels.row_stride(p.dtype, p.inputs);
   Tensor x = empty(p.input, {count, x_stride}, p.acc);
   gather(p.inputs, nullptr, x.mutable_data_ptr(), x_stride);
-  few_rows_product(p, {packing_of(p, transposed(p.w_ih[i]), p.gate_columns, 1, false, nullptr, p.inputs, 0), count,
+  few_rows_product(p, {packing_of(p, transposed(p.w_ih[i]), p.gate_columns, 1, false, nullptr), count, p.acc_dtype,
                        x.const_data_ptr(), x_stride, bias, zx, stride});
 }
 
@@ -70,7 +70,7 @@ void zero_inactive(const RnnProblem& p, Tensor& t, int64_t first, int64_t column
 }
 
 Tensor packed_w_ih(const RnnProblem& p, int64_t d) {
-  return pack(p, {transposed(p.w_ih[static_cast<size_t>(d)])}, p.gate_columns);
+  return pack(p, transposed(p.w_ih[static_cast<size_t>(d)]), p.gate_columns);
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   if (cells.numel() > 0)
     for (int64_t d = 0; d < D; ++d) zero_inactive(p, cells, d * T * B * H, H);
 
-  const RnnKernels& kernels = rnn_kernels();
+  const RnnKernels& kernels = p.kernels;
   const int64_t chunk = chunk_steps(p), stride = kernels.row_stride(p.dtype, p.gate_columns);
   std::vector<MaybeTensor> w_ih_packed;
   Tensors packed;
@@ -114,13 +114,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
     const auto i = static_cast<size_t>(d);
     w_ih_packed.push_back(p.has_w_ih && !few_tokens(p) ? MaybeTensor(packed_w_ih(p, d)) : std::nullopt);
     RnnDirection direction = p.direction(d);
-    direction.w_hh = packing_of(p, transposed(p.w_hh[i]), p.gate_columns, gate_count(p.cell), false, nullptr, P, 0);
+    direction.w_hh = packing_of(p, transposed(p.w_hh[i]), p.gate_columns, gate_count(p.cell), false, nullptr);
     if (!packs_on_the_way(p.layer)) {
-      packed.push_back(pack(p, {transposed(p.w_hh[i])}, p.gate_columns, gate_count(p.cell)));
+      packed.push_back(pack(p, transposed(p.w_hh[i]), p.gate_columns, gate_count(p.cell)));
       direction.packed_w_hh = packed.back().const_data_ptr();
     }
     if (p.has_w_hr) {
-      packed.push_back(pack(p, {transposed(p.w_hr[i])}, P));
+      packed.push_back(pack(p, transposed(p.w_hr[i]), P));
       direction.packed_w_hr = packed.back().const_data_ptr();
     }
     args.push_back({&p.layer, direction, 0, 0, at(h, d * B * P), part(c, d * B * H), at(zx, d * zx_size), stride,
@@ -161,10 +161,12 @@ struct Gradients {
         w_hh(sum(need_weights, p.gate_columns, p.width)),
         w_hr(sum(need_weights && p.has_w_hr, p.width, p.hidden)) {
     if (!need_input || !p.has_w_ih || p.empty() || direct_input()) return;
-    const int64_t H = p.hidden, I = p.inputs;
-    for (const Tensor& w : p.w_ih)
-      packed_w_ih.push_back(p.cell == Cell::gru ? pack(p, {{at(w, 2 * H * I), H, I, 1}, {at(w, 0), 2 * H, I, 1}}, I)
-                                                : pack(p, {{at(w, 0), p.gate_columns, I, 1}}, I));
+    for (const Tensor& w : p.w_ih) packed_w_ih.push_back(pack(p, rows_of(w), p.inputs));
+  }
+
+  // W_ih's rows as the columns of grad_z lie: GRU's have those of n first.
+  Source rows_of(const Tensor& w) const {
+    return {w.const_data_ptr(), p.gate_columns, p.inputs, 1, nullptr, p.cell == Cell::gru ? 2 * p.hidden : 0};
   }
 
   // From the rows of a chunk's tokens: x, h of the step before (in acc where there is a mask), and the gradients by
@@ -172,22 +174,23 @@ struct Gradients {
   void add(int64_t d, const Rows& x, const Rows& h, const RnnBackward& a, bool first) {
     const auto tokens = static_cast<int64_t>(x.size());
     const int64_t stride = a.grad_z_stride, H = p.hidden, P = p.width, I = p.inputs;
-    const int64_t element = p.dtype == Dtype::f64 ? 8 : 4, part = recurrent_part(p.cell);
+    const int64_t part = recurrent_part(p.cell);
     const auto column = [&](const void* base, int64_t first) {
-      return static_cast<const char*>(base) + first * element;
+      return static_cast<const char*>(base) + first * operand_bytes();
     };
     // Adds to rows of the sum the columns of A, transposed, times B.
-    const auto add_product = [&](const void* source, int64_t source_stride, int64_t columns, const Tensor& packed,
-                                 int64_t width, Tensor& sum, int64_t row) {
-      multiply(p, {columns, width, tokens, p.acc_dtype, source, 1, source_stride, packed.const_data_ptr(), nullptr,
+    const auto add_product = [&](Dtype type, const void* source, int64_t source_stride, int64_t columns,
+                                 const Tensor& packed, int64_t width, Tensor& sum, int64_t row) {
+      multiply(p, {columns, width, tokens, type, source, 1, source_stride, packed.const_data_ptr(), nullptr,
                    p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, !first, 0});
     };
     const auto add_outer = [&](const void* source, int64_t columns, const Rows& rows, Dtype dtype, int64_t width,
                                Tensor& sum, int64_t row) {
-      const RnnOuter outer{dtype, tokens, width, source, stride, rows.data(), at(sum, (d * sum.size(1) + row) * width),
-                           width, !first};
+      const RnnOuter outer{p.operand_dtype, dtype,  tokens,      width,
+                           source,          stride, rows.data(), at(sum, (d * sum.size(1) + row) * width),
+                           width,           !first};
       for_ranges(columns, width, p.input, 0, p.acc,
-                 [&](int64_t begin, int64_t end, void*) { rnn_kernels().outer(outer, begin, end); });
+                 [&](int64_t begin, int64_t end, void*) { p.kernels.outer(outer, begin, end); });
     };
     const bool few = tokens <= kFewOuter && !p.has_w_hr;
     if (need_input) add_input(d, x, a);
@@ -200,17 +203,18 @@ struct Gradients {
       return;
     }
     if (p.has_w_ih) {
-      const Tensor packed = pack(p, {{nullptr, tokens, 0, 1, x.data()}}, I);
-      const void* n = a.grad_z;
-      if (part > 0) add_product(n, stride, H, packed, I, w_ih, 2 * H);
-      add_product(column(a.grad_z, part * H), stride, p.gate_columns - part * H, packed, I, w_ih, 0);
+      const Tensor packed = pack(p, {nullptr, tokens, 0, 1, x.data()}, I);
+      if (part > 0) add_product(p.operand_dtype, a.grad_z, stride, H, packed, I, w_ih, 2 * H);
+      add_product(p.operand_dtype, column(a.grad_z, part * H), stride, p.gate_columns - part * H, packed, I, w_ih, 0);
     }
-    add_product(recurrent, stride, p.gate_columns, pack(p, {{nullptr, tokens, 0, 1, h.data()}}, P, 1, p.has_mask), P,
-                w_hh, 0);
-    if (p.has_w_hr) add_product(a.grad_h_hat, P, P, pack(p, {{a.h_wide, tokens, H, 1}}, H, 1, true), H, w_hr, 0);
+    add_product(p.operand_dtype, recurrent, stride, p.gate_columns,
+                pack(p, {nullptr, tokens, 0, 1, h.data()}, P, 1, p.has_mask), P, w_hh, 0);
+    if (p.has_w_hr)
+      add_product(p.acc_dtype, a.grad_h_hat, P, P, pack(p, {a.h_wide, tokens, H, 1}, H, 1, true), H, w_hr, 0);
   }
 
  private:
+  int64_t operand_bytes() const { return p.operand_dtype == Dtype::f64 ? 8 : p.operand_dtype == Dtype::f32 ? 4 : 2; }
   Tensor sum(bool needed, int64_t rows, int64_t columns) const {
     if (!needed) return empty(p.input, {0}, p.acc);
     return p.empty() ? zeros(p.input, {p.directions, rows, columns}, p.acc)
@@ -235,29 +239,33 @@ struct Gradients {
       rows.push_back(static_cast<char*>(input.mutable_data_ptr()) + offset * own);
     }
     if (p.has_w_ih && direct_input()) {
-      const int64_t stride = rnn_kernels().row_stride(p.dtype, columns);
+      const int64_t stride = p.kernels.row_stride(p.dtype, columns);
       const Tensor& w = p.w_ih[static_cast<size_t>(d)];
       Tensor sums = empty(p.input, {tokens, stride}, p.acc);
-      Packing b = packing_of(p, {w.const_data_ptr(), p.gate_columns, columns, 1}, columns, 1, false, nullptr, 0, 0);
-      if (p.cell == Cell::gru) b.first_row = 2 * H;  // as the columns of grad_z lie: those of n first
-      few_rows_product(p, {b, tokens, a.grad_z, a.grad_z_stride, nullptr, sums.mutable_data_ptr(), stride});
-      const RnnScatter s{p.dtype, columns, sums.const_data_ptr(), stride, rows.data(), 0};
+      const Packing b = packing_of(p, rows_of(w), columns, 1, false, nullptr);
+      few_rows_product(
+          p, {b, tokens, p.operand_dtype, a.grad_z, a.grad_z_stride, nullptr, sums.mutable_data_ptr(), stride});
+      const RnnScatter s{p.dtype, columns, p.acc_dtype, sums.const_data_ptr(), stride, rows.data(), 0};
       for_ranges(tokens, columns, p.input, 0, p.acc,
-                 [&](int64_t begin, int64_t end, void*) { rnn_kernels().scatter(s, begin, end); });
+                 [&](int64_t begin, int64_t end, void*) { p.kernels.scatter(s, begin, end); });
       return;
     }
     if (p.has_w_ih) {
-      multiply(p, {tokens, columns, p.gate_columns, p.acc_dtype, a.grad_z, a.grad_z_stride, 1,
+      multiply(p, {tokens, columns, p.gate_columns, p.operand_dtype, a.grad_z, a.grad_z_stride, 1,
                    packed_w_ih[static_cast<size_t>(d)].const_data_ptr(), nullptr, both() ? p.acc_dtype : p.dtype,
                    nullptr, columns, both(), 0, nullptr, rows.data()});
       return;
     }
     const auto scatter = [&](int64_t from, int64_t count, int64_t to) {
-      const RnnScatter s{
-          p.dtype,         count,       static_cast<const char*>(a.grad_z) + from * (p.dtype == Dtype::f64 ? 8 : 4),
-          a.grad_z_stride, rows.data(), to};
+      const RnnScatter s{p.dtype,
+                         count,
+                         p.operand_dtype,
+                         static_cast<const char*>(a.grad_z) + from * operand_bytes(),
+                         a.grad_z_stride,
+                         rows.data(),
+                         to};
       for_ranges(tokens, count, p.input, 0, p.acc,
-                 [&](int64_t first, int64_t last, void*) { rnn_kernels().scatter(s, first, last); });
+                 [&](int64_t first, int64_t last, void*) { p.kernels.scatter(s, first, last); });
     };
     const int64_t part = recurrent_part(p.cell) * H;
     if (part > 0) scatter(0, H, 2 * H);
@@ -309,13 +317,14 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
   Tensor totals = zeros(p.input, {need_weights ? D : 0, total_columns}, ScalarType::Double);
 
   if (!p.empty()) {
-    const RnnKernels& kernels = rnn_kernels();
+    const RnnKernels& kernels = p.kernels;
     const int64_t chunk = chunk_steps(p), stride = kernels.row_stride(p.dtype, std::max(R, G));
     const int64_t most = checked_product({chunk, B}, op);
-    const auto buffer = [&](bool needed, int64_t columns) {
-      return empty(p.input, {D, needed ? checked_product({most, columns}, op) : 0}, p.acc);
+    const auto buffer_of = [&](ScalarType type, bool needed, int64_t columns) {
+      return empty(p.input, {D, needed ? checked_product({most, columns}, op) : 0}, type);
     };
-    Tensor grad_z = buffer(true, stride), grad_zh = buffer(p.has_norm, stride);
+    const auto buffer = [&](bool needed, int64_t columns) { return buffer_of(p.acc, needed, columns); };
+    Tensor grad_z = buffer_of(p.operand, true, stride), grad_zh = buffer_of(p.operand, p.has_norm, stride);
     const bool projected = p.has_w_hr && need_weights;
     Tensor h_wide = buffer(projected, H), grad_h_hat = buffer(projected, P);
     Tensor chunk_gates = buffer(recompute, R), chunk_products = buffer(recompute, G), zx = buffer(recompute, stride);
@@ -332,18 +341,18 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
       const auto i = static_cast<size_t>(d);
       RnnDirection direction = p.direction(d);
       const Source w_hh{p.w_hh[i].const_data_ptr(), G, P, 1};
-      direction.w_hh = packing_of(p, w_hh, P, 1, false, nullptr, G, 0);
+      direction.w_hh = packing_of(p, w_hh, P, 1, false, nullptr);
       if (!packs_on_the_way_back(p.layer)) {
-        packed.push_back(pack(p, {w_hh}, P));
+        packed.push_back(pack(p, w_hh, P));
         direction.packed_w_hh = packed.back().const_data_ptr();
       }
       if (p.has_w_hr) {
-        packed.push_back(pack(p, {{p.w_hr[i].const_data_ptr(), P, H, 1}}, H));
+        packed.push_back(pack(p, {p.w_hr[i].const_data_ptr(), P, H, 1}, H));
         direction.packed_w_hr = packed.back().const_data_ptr();
       }
       if (recompute) {
         if (p.has_w_ih) w_ih_packed.push_back(packed_w_ih(p, d));
-        w_hh_packed.push_back(pack(p, {transposed(p.w_hh[i])}, G));
+        w_hh_packed.push_back(pack(p, transposed(p.w_hh[i]), G));
       }
       args.push_back({&p.layer,
                       direction,
@@ -424,9 +433,9 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
         gradients.add(d, x[i], previous_h[i], args[i], end == T);
         if (!need_weights) continue;
         double* total = static_cast<double*>(totals.mutable_data_ptr()) + d * total_columns;
-        add_columns(p, static_cast<int64_t>(x[i].size()), R, args[i].grad_z, stride, total);
+        add_columns(p, p.operand_dtype, static_cast<int64_t>(x[i].size()), R, args[i].grad_z, stride, total);
         if (sum_columns == 0) continue;
-        add_columns(p, B, sum_columns, args[i].sums, sum_columns, total + R);
+        add_columns(p, p.acc_dtype, B, sum_columns, args[i].sums, sum_columns, total + R);
         std::memset(args[i].sums, 0, static_cast<size_t>(B * sum_columns) * sums.element_size());
       }
     }

@@ -1,7 +1,8 @@
 // Arguments and entry points of the recurrent kernels. Torch-free.
 //
-// "dtype" marks memory in the layer's element type, "acc" in its accumulation type; addresses may be null where the
-// comment says so. LSTM's gates lie in the order i, f, g, o, GRU's in the order r, z, n.
+// "dtype" marks memory in the layer's element type, "acc" in its accumulation type, "operand" in the type that products
+// take, which is one of the two; addresses may be null where the comment says so. LSTM's gates lie in the order i, f,
+// g, o, GRU's in the order r, z, n.
 #pragma once
 
 #include <cstdint>
@@ -102,8 +103,8 @@ struct RnnBackward {
   bool by_token;     // whether gates and products are
   void* grad_h;      // (batch, width) acc: of h after the last step on entry, before step_begin on return
   void* grad_c;      // (batch, hidden) acc: likewise
-  void* grad_z;      // by token, rows of grad_z_stride, acc: of the gates before activation
-  void* grad_zh;     // by token, rows of grad_z_stride, acc: of the raw products, with norm only
+  void* grad_z;      // by token, rows of grad_z_stride, operand: of the gates before activation
+  void* grad_zh;     // by token, rows of grad_z_stride, operand: of the raw products, with norm only
   void* h_wide;      // by token, rows of hidden, acc: what is projected, and
   void* grad_h_hat;  // by token, rows of width, acc: the gradient of what it is projected to; or null
   int64_t grad_z_stride;
@@ -128,10 +129,11 @@ struct RnnShare {
   void* state;
 };
 
-// C = A B + bias of a few rows in acc. B's panels are packed in scratch, each where it is needed.
+// C = A B + bias of a few rows, C in acc. B's panels are packed in scratch, each where it is needed.
 struct RnnFewRows {
   Packing b;
   int64_t rows;
+  Dtype a_type;
   const void* a;
   int64_t a_stride;
   const void* bias;  // or null
@@ -139,9 +141,9 @@ struct RnnFewRows {
   int64_t c_stride;
 };
 
-// C(m, n) = sum over few tokens t of A(t, m) B(t, n), or that added to C. A and C in acc.
+// C(m, n) = sum over few tokens t of A(t, m) B(t, n), or that added to C. C in acc.
 struct RnnOuter {
-  Dtype b_type;
+  Dtype a_type, b_type;
   int64_t tokens, columns;
   const void* a;
   int64_t a_stride;
@@ -172,7 +174,7 @@ struct RnnCellBackward {
   void *grad_h_prev, *grad_c_prev;    // (batch, hidden) dtype; GRU only, LSTM only
 };
 
-// Rows that lie anywhere to rows of acc: row * factor + bias; and columns of rows of acc to rows that lie anywhere.
+// Rows that lie anywhere to rows of acc: row * factor + bias; and columns of rows to rows that lie anywhere.
 struct RnnGather {
   Dtype dtype;
   int64_t columns;
@@ -185,7 +187,8 @@ struct RnnGather {
 struct RnnScatter {
   Dtype dtype;
   int64_t columns;
-  const void* source;  // acc
+  Dtype source_type;  // acc or operand
+  const void* source;
   int64_t source_stride;
   void* const* rows;  // dtype
   int64_t column;     // where in them
@@ -202,6 +205,7 @@ struct RnnPass {
 };
 
 struct RnnKernels {
+  Dtype (*operand)(Dtype dtype);
   int64_t (*packed_size)(Dtype dtype, int64_t depth, int64_t columns, int64_t groups);
   int64_t (*pack_items)(const Packing&);
   void (*pack)(const Packing&, int64_t item);
@@ -211,7 +215,7 @@ struct RnnKernels {
   int64_t (*few_rows_scratch)(const RnnFewRows&);
   void (*few_rows)(const RnnFewRows&, int64_t item, void* scratch);
   void (*outer)(const RnnOuter&, int64_t begin, int64_t end);  // rows of C
-  int64_t (*row_stride)(Dtype dtype, int64_t columns);         // for rows of acc that are no power of two apart
+  int64_t (*row_stride)(Dtype dtype, int64_t columns);  // for rows of acc or operand that are no power of two apart
   RnnPass forward, backward;
   void (*forward_turn)(const RnnForward&, const RnnShare&, int64_t turn, int64_t panel_begin, int64_t panel_end,
                        void* scratch);
@@ -223,11 +227,17 @@ struct RnnKernels {
   void (*cell_backward)(const RnnCellBackward&, int64_t row_begin, int64_t row_end);
   void (*gather)(const RnnGather&, int64_t row_begin, int64_t row_end);
   void (*scatter)(const RnnScatter&, int64_t row_begin, int64_t row_end);
-  // sum[c] += sum over r of source[r * stride + c], of the accumulation type, for c in [begin, end).
+  // sum[c] += sum over r of source[r * stride + c], of the type, for c in [begin, end).
   void (*add_columns)(Dtype dtype, int64_t rows, int64_t begin, int64_t end, const void* source, int64_t stride,
                       double* sum);
 };
 
 SK_DECLARE_KERNEL_TABLE(RnnKernels, rnn_kernels)
+SK_DECLARE_BF16_TABLE(RnnKernels, rnn_bf16_kernels)
+
+inline const RnnKernels& rnn_kernels_for(Dtype dtype) {
+  const RnnKernels* bf16 = dtype == Dtype::bf16 ? rnn_bf16_kernels() : nullptr;
+  return bf16 ? *bf16 : rnn_kernels();
+}
 
 }  // namespace seqkern

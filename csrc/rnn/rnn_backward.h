@@ -16,6 +16,8 @@ struct BackwardState {
   int64_t h_stride, c_stride, elements;
   A *dh, *direct, *dc;  // direct: the part of dh that does not go through the gates
   A *dh_hat, *dh_wide;  // wide turns: gradients of what a projection gives and of what it takes
+  A* dh_operand;        // wide turns: dh_hat as an operand, and
+  int64_t operand;      // the distance of its rows
   A *c_new, *d_o;       // wide turns: of one row
 
   BackwardState(const RnnLayer& l, int64_t rows, void* memory) {
@@ -33,6 +35,9 @@ struct BackwardState {
     dc = take(rows, c_stride);
     dh_hat = take(wide, h_stride);
     dh_wide = take(wide, c_stride);
+    operand = operand_stride<A>(l.width);
+    dh_operand = kTerms == 1 ? dh_hat : take(l.project ? rows : 0, operand);
+    if (kTerms == 1) operand = h_stride;
     c_new = take(wide > 0, c_stride);
     d_o = take(wide > 0, c_stride);
     elements = next - static_cast<A*>(memory);
@@ -44,7 +49,8 @@ struct BackwardRow {
   const A *gates, *c_prev, *grad_cells;  // c_prev: null for zeros
   const void* h_prev;                    // null for zeros
   int64_t h_prev_at, grad_output;        // first elements
-  A *grad_z, *dh, *direct, *dc, *sums;
+  Number<A>* grad_z;
+  A *dh, *direct, *dc, *sums;
 };
 
 template <class A, Cell kCell, bool Plain>
@@ -81,7 +87,7 @@ struct Backward {
                      nullptr,
                      0,
                      place * p.output_stride,
-                     static_cast<A*>(p.grad_z) + rows.token(t, i) * p.grad_z_stride,
+                     static_cast<Number<A>*>(p.grad_z) + rows.token(t, i) * p.grad_z_stride,
                      state.dh + i * state.h_stride,
                      state.direct + i * state.h_stride,
                      state.dc + i * state.c_stride,
@@ -143,14 +149,15 @@ struct Backward {
     const Row* table = row_table<Row>(scratch, next, [&](int64_t i) { return row_at(t_next, i); });
     A* products = scratch + row_table_size<Row, A>(rows.share.rows);
     const A* d = nullptr;
-    if (count > 0)
-      d = (l.norm ? static_cast<const A*>(p.grad_zh) : static_cast<const A*>(p.grad_z) + kPart * H) +
-          rows.token(t, 0) * p.grad_z_stride;
-    const int64_t d_stride = rows.share.stride * p.grad_z_stride;
+    if (count > 0) {
+      const auto* numbers = static_cast<const Number<A>*>(l.norm ? p.grad_zh : p.grad_z) + (l.norm ? 0 : kPart * H);
+      d = reinterpret_cast<const A*>(numbers + rows.token(t, 0) * p.grad_z_stride);
+    }
+    const int64_t d_stride = rows.share.stride * p.grad_z_stride / kTerms, depth = units(G * H);
     const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
     if (!Plain && (l.norm || l.project)) {
       if (count > 0) {
-        few_rows_product(count, P, G * H, d, d_stride, packed, state.dh_hat, state.h_stride);
+        few_rows_product(count, P, depth, d, d_stride, packed, state.dh_hat, state.h_stride);
         carry(t, count, 0, P, 0, H, state.dh_hat, state.h_stride);
       }
       change(count, next, 0, P, 0, H);
@@ -166,7 +173,7 @@ struct Backward {
       const int64_t begin = panel * kPanel<A>, last = begin + panels * kPanel<A>, end = H < last ? H : last;
       const int64_t stride = group * kPanel<A>;
       if (packed)
-        panel_products<A, kGemmVecs>(count, panels, G * H, d, d_stride, packed + panel * G * H * kPanel<A>, products,
+        panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride, packed + panel * depth * kPanel<A>, products,
                                      stride, kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
                                        for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
                                      });
@@ -223,6 +230,7 @@ struct Backward {
   }
   SK_INLINE void keep(const BackwardRow<A>& r, int64_t u, const Vec<A> (&d)[R]) const {
     for (int g = 0; g < R; ++g) store_upto(r.grad_z + g * H + u, d[g], H - u);
+    if (kTerms > 1 && H - u <= W<A>) r.grad_z[R * H] = {};  // the last unit may end beyond the row
   }
 
   // dc, d_o: of c~ through the output, and of o.
@@ -267,8 +275,9 @@ struct Backward {
     int64_t stride = state.h_stride;
     if (l.project) {
       dh_wide = state.dh_wide, stride = state.c_stride;
-      few_rows_product(count, H, P, state.dh_hat, state.h_stride, static_cast<const A*>(p.direction.packed_w_hr),
-                       dh_wide, stride);
+      if constexpr (kTerms > 1) as_operand(count, P, state.dh_hat, state.h_stride, state.dh_operand, state.operand);
+      few_rows_product(count, H, units(P), state.dh_operand, state.operand,
+                       static_cast<const A*>(p.direction.packed_w_hr), dh_wide, stride);
     }
     for (int64_t i = 0; i < count; ++i) {
       const BackwardRow<A>& r = table[i];
@@ -281,8 +290,10 @@ struct Backward {
       const int64_t token = rows.token(t, i), columns = G * H;
       const A* raw = at(p.products, (p.by_token ? token : t * l.batch + rows.row(i)) * columns);
       A* sums = norm_sums(r);
-      norm_gradient_row(raw, columns, RowNorm<A>(raw, columns, l.eps), norm_part(0), r.grad_z + kPart * H,
-                        static_cast<A*>(p.grad_zh) + token * p.grad_z_stride, sums, sums ? sums + columns : nullptr);
+      Number<A>* grad_zh = static_cast<Number<A>*>(p.grad_zh) + token * p.grad_z_stride;
+      norm_gradient_row(raw, columns, RowNorm<A>(raw, columns, l.eps), norm_part(0), r.grad_z + kPart * H, grad_zh,
+                        sums, sums ? sums + columns : nullptr);
+      if (kTerms > 1) grad_zh[columns] = {};
     }
   }
 

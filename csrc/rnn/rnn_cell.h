@@ -159,8 +159,8 @@ void norm_row(const A* x, int64_t n, double eps, const A* weight, const A* bias,
 }
 
 // dx from dy, which may be the same memory; adds to the sums for weight and bias, if any.
-template <class A>
-void norm_gradient_row(const A* x, int64_t n, const RowNorm<A>& norm, const A* weight, const A* dy, A* dx,
+template <class A, class T>
+void norm_gradient_row(const A* x, int64_t n, const RowNorm<A>& norm, const A* weight, const T* dy, T* dx,
                        A* weight_sum, A* bias_sum) {
   Vec<A> sum = {}, product = {};
   for (int64_t i = 0; i < n; i += W<A>) {

@@ -4,8 +4,8 @@
 // all that the cell of these units needs; the cell follows while it is in L1. Where a norm needs the whole row, or a
 // projection follows, the products of all panels come first (wide_turn).
 //
-// The state h is written for the next step beside that of this one: workers on the same rows read all of it. c, and h
-// as it is added without a product, belong to the worker of their units.
+// The state h is written for the next step beside that of this one, as an operand: workers on the same rows read all of
+// it. c, and h as it is added without a product, belong to the worker of their units.
 #pragma once
 
 #include "rnn_sequence.h"
@@ -30,12 +30,15 @@ constexpr int64_t group_size() {
 
 template <class A>
 struct ForwardState {
-  int64_t h_stride, c_stride, z_stride, elements;
-  A *h[2], *plain_h, *c;               // h: what is multiplied, of this step and the next; plain_h: h without the mask
-  A *zh, *c_new, *o, *h_wide, *h_hat;  // wide_turn: products, c~, o, h~ and what is projected
+  int64_t h_stride, plain_stride, c_stride, z_stride, wide_stride, elements;
+  A *h[2], *plain_h, *c;      // h: the operand, of this step and the next; plain_h: h without mask and rounding
+  A *zh, *c_new, *o, *h_hat;  // wide_turn: products, c~, o and what is projected
+  A* h_wide;                  // wide_turn: h~, the operand of the projection
 
   ForwardState(const RnnLayer& l, int64_t rows, void* memory) {
-    h_stride = panel_stride<A>(l.width);
+    h_stride = operand_stride<A>(l.width);
+    plain_stride = panel_stride<A>(l.width);
+    wide_stride = operand_stride<A>(l.hidden);
     c_stride = panel_stride<A>(l.hidden);
     z_stride = padded_stride<A>(gate_count(l.cell) * l.hidden);
     A* const base = static_cast<A*>(memory);
@@ -48,13 +51,13 @@ struct ForwardState {
     const bool wide = l.norm || l.project;
     h[0] = take(true, h_stride);
     h[1] = take(true, h_stride);
-    plain_h = take(true, h_stride);
+    plain_h = take(true, plain_stride);
     c = take(true, c_stride);
     zh = take(wide, z_stride);
     c_new = take(wide, c_stride);
     o = take(wide, c_stride);
-    h_wide = take(wide, c_stride);
-    h_hat = take(wide, h_stride);
+    h_hat = take(wide, plain_stride);
+    h_wide = take(l.project, wide_stride);
     elements = next - base;
   }
 };
@@ -64,8 +67,8 @@ template <class A>
 struct ForwardRow {
   const A* zx;
   A *gates, *cells, *c, *h_next, *plain_h;
-  const A *h, *mask;
-  int64_t output;  // its first element
+  const A *h, *mask;  // h: as it is added
+  int64_t output;     // its first element
 };
 
 // Plain: no peepholes, no zoneout, no recurrent mask, no norm, no projection.
@@ -76,6 +79,7 @@ struct Forward {
   // A panel is worked on in parts as wide as a tile: their products come to lie side by side.
   static constexpr int TV = static_cast<int>(tile_vectors(G)), kParts = NV / TV;
   static constexpr bool kLstm = kCell == Cell::lstm;
+  static constexpr bool kPlainH = !Plain || kTerms > 1;  // whether the operand is not h itself
 
   const RnnForward& p;
   const RnnLayer& l;
@@ -106,8 +110,8 @@ struct Forward {
             at(p.cells, place * H),
             state.c + i * state.c_stride,
             state.h[parity ^ 1] + i * state.h_stride,
-            state.plain_h + i * state.h_stride,
-            state.h[parity] + i * state.h_stride,
+            state.plain_h + i * state.plain_stride,
+            kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
             mask_row(row),
             place * p.output_stride};
   }
@@ -147,13 +151,11 @@ struct Forward {
   }
   // The state of W units, from h^.
   SK_INLINE void keep_h(const ForwardRow<A>& r, Vec<A> h_new, int64_t u, ZoneoutRow<A>& zoneout) const {
-    if (!Plain) {
-      if (l.zoneout.active) h_new = zoneout.mix(load(r.plain_h + u), h_new, u);
-      store(r.plain_h + u, h_new);
-    }
+    if (!Plain && l.zoneout.active) h_new = zoneout.mix(load(r.plain_h + u), h_new, u);
+    if (kPlainH) store(r.plain_h + u, h_new);
     store_as(l.dtype, p.output, r.output + u, h_new, P - u);
     if (!Plain && r.mask) h_new *= load_upto(r.mask + u, P - u);
-    store(r.h_next + u, h_new);
+    store_numbers(r.h_next, u, h_new, P - u);
   }
   SK_INLINE void begin_zoneout(ZoneoutRow<A> (&zoneout)[2], int64_t t, int64_t i) const {
     if (Plain || !l.zoneout.active) return;
@@ -167,25 +169,27 @@ struct Forward {
               int64_t c_end) const {
     for (int64_t i = next; i < count; ++i) {
       const int64_t row = rows.row(i);
-      copy_columns((Plain ? state.h[parity] : state.plain_h) + i * state.h_stride, at(p.h, row * P), begin, end);
+      copy_columns(kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
+                   at(p.h, row * P), begin, end);
       if (kLstm) copy_columns(state.c + i * state.c_stride, at(p.c, row * H), c_begin, c_end);
     }
     for (int64_t i = count; i < next; ++i) {
       const int64_t row = rows.row(i);
-      copy_columns(at(static_cast<const void*>(p.h), row * P), state.plain_h + i * state.h_stride, begin, end);
+      copy_columns(at(static_cast<const void*>(p.h), row * P), state.plain_h + i * state.plain_stride, begin, end);
       if (kLstm) copy_columns(at(static_cast<const void*>(p.c), row * H), state.c + i * state.c_stride, c_begin, c_end);
-      const A *from = state.plain_h + i * state.h_stride, *mask = mask_row(row);
+      const A *from = state.plain_h + i * state.plain_stride, *mask = mask_row(row);
       A* to = state.h[parity] + i * state.h_stride;
       for (int64_t u = begin; u < end; u += W<A>) {
         const Vec<A> h = load_upto(from + u, end - u);
-        store_upto(to + u, mask ? h * load_upto(mask + u, end - u) : h, end - u);
+        store_numbers(to, u, mask ? h * load_upto(mask + u, end - u) : h, end - u);
       }
     }
     if (!l.resets) return;
     for (int64_t i = 0; i < next; ++i) {
       if (!rows.reset(t_next, i)) continue;
-      zero_columns(state.h[parity] + i * state.h_stride, begin, end);
-      zero_columns(state.plain_h + i * state.h_stride, begin, end);
+      for (int64_t u = begin; u < end; u += W<A>)
+        store_numbers(state.h[parity] + i * state.h_stride, u, Vec<A>{}, end - u);
+      zero_columns(state.plain_h + i * state.plain_stride, begin, end);
       if (kLstm) zero_columns(state.c + i * state.c_stride, c_begin, c_end);
     }
   }
@@ -201,7 +205,7 @@ struct Forward {
   template <class Before>
   SK_INLINE void unit_products(int64_t count, int64_t panel, int64_t panels, int parity, A* products, int64_t stride,
                                const Before& before) const {
-    const int64_t size = P * NV * W<A>;
+    const int64_t size = units(P) * NV * W<A>;
     const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
     if (packed) {
       packed += panel * size;
@@ -213,7 +217,7 @@ struct Forward {
       for (int64_t q = 0; q < panels && count > 0; ++q) pack_panel(p.direction.w_hh, panel + q, own + q * size);
       packed = own;
     }
-    panel_products<A, TV>(count, panels * kParts, P, state.h[parity], state.h_stride, packed, products, stride,
+    panel_products<A, TV>(count, panels * kParts, units(P), state.h[parity], state.h_stride, packed, products, stride,
                           TV * W<A>, before);
   }
 
@@ -261,7 +265,7 @@ struct Forward {
       keep_c(r, c_prev, c_new, u, zoneout[1]);
       keep_h(r, o * tanh<A>(c_new), u, zoneout[0]);
     } else {
-      const Vec<A> h_prev = kCell == Cell::gru ? load((Plain ? r.h : r.plain_h) + u) : Vec<A>{};
+      const Vec<A> h_prev = kCell == Cell::gru ? load(r.h + u) : Vec<A>{};
       keep_h(r, gates_of(r.zx, product, W<A>, h_prev, h_prev, u, r.gates, o), u, zoneout[0]);
     }
   }
@@ -316,19 +320,23 @@ struct Forward {
       A *zh = state.zh + i * state.z_stride, *c_new = state.c_new + i * state.c_stride,
         *o = state.o + i * state.c_stride;
       if (p.products) copy_columns(zh, at(p.products, (t * l.batch + rows.row(i)) * G * H), 0, G * H);
-      wide_gates(r.zx, zh, kLstm ? r.c : nullptr, kLstm ? nullptr : r.plain_h, r.gates, c_new, o);
+      wide_gates(r.zx, zh, kLstm ? r.c : nullptr, kLstm ? nullptr : r.h, r.gates, c_new, o);
       if (!kLstm) continue;
       ZoneoutRow<A> zoneout[2];
       begin_zoneout(zoneout, t, i);
       for (int64_t u = 0; u < H; u += W<A>) keep_c(r, load(r.c + u), load(c_new + u), u, zoneout[1]);
-      wide_output(c_new, o, state.h_wide + i * state.c_stride);
+      wide_output(c_new, o);
     }
-    const A* h_hat = kLstm ? state.h_wide : state.c_new;
+    // h~, where c~ was; or its projection.
+    const A* h_hat = state.c_new;
     int64_t h_hat_stride = state.c_stride;
     if (l.project) {
-      few_rows_product(count, P, H, h_hat, h_hat_stride, static_cast<const A*>(p.direction.packed_w_hr), state.h_hat,
-                       state.h_stride);
-      h_hat = state.h_hat, h_hat_stride = state.h_stride;
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t u = 0; u < H; u += W<A>)
+          store_numbers(state.h_wide + i * state.wide_stride, u, load_upto(h_hat + i * h_hat_stride + u, H - u), H - u);
+      few_rows_product(count, P, units(H), state.h_wide, state.wide_stride,
+                       static_cast<const A*>(p.direction.packed_w_hr), state.h_hat, state.plain_stride);
+      h_hat = state.h_hat, h_hat_stride = state.plain_stride;
     }
     for (int64_t i = 0; i < count; ++i) {
       const ForwardRow<A>& r = table[i];
@@ -338,10 +346,10 @@ struct Forward {
     }
   }
 
-  // h~ = o tanh(Nc(c~)) of a row; c_new is overwritten.
-  void wide_output(A* c_new, const A* o, A* h_wide) const {
+  // h~ = o tanh(Nc(c~)) of a row, which overwrites c_new.
+  void wide_output(A* c_new, const A* o) const {
     if (l.norm) norm_row(c_new, H, l.eps, norm_part(2 * G * H), norm_part(2 * G * H + H), c_new);
-    for (int64_t u = 0; u < H; u += W<A>) store(h_wide + u, load(o + u) * tanh<A>(load(c_new + u)));
+    for (int64_t u = 0; u < H; u += W<A>) store(c_new + u, load(o + u) * tanh<A>(load(c_new + u)));
   }
 };
 
@@ -381,7 +389,7 @@ int64_t forward_panels(const RnnLayer& l) {
 }
 template <class A>
 int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
-  const int64_t packed = packs_on_the_way(l) ? l.width : 0;
+  const int64_t packed = packs_on_the_way(l) ? units(l.width) : 0;
   return row_table_size<ForwardRow<A>, A>(rows) + (rows + packed) * group_size<A>();
 }
 

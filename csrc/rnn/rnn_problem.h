@@ -26,8 +26,9 @@ struct RnnArguments {
 
 struct RnnProblem {
   const char* op;
-  Dtype dtype, acc_dtype;
-  ScalarType type, acc;
+  Dtype dtype, acc_dtype, operand_dtype;
+  ScalarType type, acc, operand;
+  const RnnKernels& kernels;
   Cell cell;
   int64_t steps, batch, inputs, hidden, width, directions;
   int64_t gate_columns, saved_columns;  // of one direction

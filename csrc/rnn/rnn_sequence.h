@@ -1,5 +1,6 @@
 // What the loops over the steps share, forward and backward: products of a few rows with packed weights, the way
-// through the rows of a share, and the state that comes and goes with them.
+// through the rows of a share, and the state that comes and goes with them. The depth of a product and the distance of
+// its operands' rows are in units (operand.h), but for that of a Packing's source.
 #pragma once
 
 #include <new>
@@ -22,11 +23,11 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
     Vec<A> acc[MR][NP][NV] = {};
     for (; k < end; ++k) {
       Vec<A> x[MR];
-      for (int i = 0; i < MR; ++i) x[i] = broadcast<A>(a[i * lda + k]);
+      for (int i = 0; i < MR; ++i) x[i] = broadcast_unit(a + i * lda + k);
       for (int q = 0; q < NP; ++q)
         for (int v = 0; v < NV; ++v) {
           const Vec<A> w = load(b + q * panel_stride + (k * NV + v) * W<A>);
-          for (int i = 0; i < MR; ++i) acc[i][q][v] += x[i] * w;
+          for (int i = 0; i < MR; ++i) acc[i][q][v] = multiply_add(x[i], w, acc[i][q][v]);
         }
     }
     for (int i = 0; i < MR; ++i)
@@ -94,6 +95,29 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
   }
 }
 
+template <class A>
+SK_INLINE int64_t padded_stride(int64_t columns) {
+  return round_up<A>(columns) + kPad<A>;
+}
+// Enough for whole panels of kPanel columns.
+template <class A>
+SK_INLINE int64_t panel_stride(int64_t columns) {
+  return (columns + kPanel<A> - 1) / kPanel<A> * kPanel<A> + kPad<A>;
+}
+// Of an operand's rows of so many numbers, in units; whole vectors of numbers can be stored to them.
+template <class A>
+SK_INLINE int64_t operand_stride(int64_t numbers) {
+  return panel_stride<A>(units(round_up<A>(numbers)));
+}
+
+// Rows of `depth` numbers, lda apart, as an operand.
+template <class A, class T>
+SK_INLINE void as_operand(int64_t rows, int64_t depth, const T* a, int64_t lda, A* to, int64_t stride) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t k = 0; k < units(depth); k += W<A>)
+      store(to + i * stride + k, load_units(a + i * lda + k * kTerms, depth - k * kTerms));
+}
+
 // The g-th of a turn: every other turn goes backwards, so that it finds the weights in cache that the last one ended
 // with.
 inline int64_t zigzag(int64_t g, int64_t groups, int64_t turn) { return turn & 1 ? groups - 1 - g : g; }
@@ -108,27 +132,30 @@ void few_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* a, 
                                  b + q * depth * kPanel<A>, c + q * kPanel<A>, ldc, kPanel<A>, [](int64_t, int64_t) {});
 }
 
-// One row times a vector of columns of B, the first `count` of which exist, that lie as rows: transposed in registers
+// One row times a vector of columns of B, the first `count` of which exist, that lie as rows of `depth` numbers:
+// transposed in registers
 // on the way. W of them are as many streams as a cache holds whose rows are a power of two apart; four vectors at a
 // time, for more sums at once, take up to twice as long.
 template <class T>
 void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t depth, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
-  for (int64_t k = 0; k < depth; k += kPanelSlice) {
-    const int64_t end = depth - k < kPanelSlice ? depth : k + kPanelSlice;
+  const int64_t all = units(depth);
+  for (int64_t k = 0; k < all; k += kPanelSlice) {
+    const int64_t end = all - k < kPanelSlice ? all : k + kPanelSlice;
     Vec<A> sum = {};
     for (int64_t i = k; i < end; i += W<A>) {
       Vec<A> block[W<A>];
-      const int64_t left = end - i < W<A> ? end - i : W<A>;
-      if (count == W<A> && left == W<A>) {
-        for (int n = 0; n < W<A>; ++n) block[n] = load(columns + n * n_stride + i);
+      const int64_t left = end - i < W<A> ? end - i : W<A>, first = i * kTerms, numbers = depth - first;
+      if (count == W<A> && numbers >= W<A> * kTerms) {
+        for (int n = 0; n < W<A>; ++n) block[n] = load_units(columns + n * n_stride + first, W<A> * kTerms);
         transpose_square<A>(block);
-        for (int j = 0; j < W<A>; ++j) sum += broadcast<A>(a[i + j]) * block[j];
+        for (int j = 0; j < W<A>; ++j) sum = multiply_add(broadcast_unit(a + i + j), block[j], sum);
       } else {
-        for (int n = 0; n < W<A>; ++n) block[n] = n < count ? load_upto(columns + n * n_stride + i, left) : Vec<A>{};
+        for (int n = 0; n < W<A>; ++n)
+          block[n] = n < count ? load_units(columns + n * n_stride + first, numbers) : Vec<A>{};
         transpose_square<A>(block);
         for (int j = 0; j < W<A>; ++j)
-          if (j < left) sum += broadcast<A>(a[i + j]) * block[j];
+          if (j < left) sum = multiply_add(broadcast_unit(a + i + j), block[j], sum);
       }
     }
     store(c, k > 0 ? load(c) + sum : sum);
@@ -160,31 +187,24 @@ constexpr int64_t kSlicePanels = 512 / kPanel<A>;
 template <class A>
 constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kPanelSlice;
 
-// Row k of a row-major B.
-template <class T>
-SK_INLINE const T* source_row(const Packing& b, int64_t k) {
-  const int64_t row = k + b.first_row < b.depth ? k + b.first_row : k + b.first_row - b.depth;
-  return static_cast<const T*>(b.source) + row * b.k_stride;
-}
-
-// Rows [k, k + depth) of `panels` panels of a row-major B.
+// Units [k, k + depth) of `panels` panels of a row-major B.
 template <class T>
 void pack_slice(const Packing& b, int64_t first_panel, int64_t panels, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
   const int64_t begin = first_panel * kPanel<A>;
   for (int64_t i = 0; i < depth; ++i) {
-    const T* row = source_row<T>(b, k + i) + begin;
+    const auto rows = rows_from<T>(b, (k + i) * kTerms);
     A* to = packed + i * kPanel<A>;
-    for (int64_t q = 0; q < panels; ++q, row += kPanel<A>, to += depth * kPanel<A>) {
-      const int64_t left = b.columns - begin - q * kPanel<A>;
+    for (int64_t q = 0; q < panels; ++q, to += depth * kPanel<A>) {
+      const int64_t first = begin + q * kPanel<A>;
       for (int v = 0; v < kGemmVecs; ++v)
-        store(to + v * W<A>, left >= kPanel<A> ? load(row + v * W<A>) : load_upto(row + v * W<A>, left - v * W<A>));
+        store(to + v * W<A>, load_rows<T>(rows, first + v * W<A>, b.columns - first - v * W<A>));
     }
   }
 }
 
-// The same rows times one row of A, without a copy: four rows of B at a time, sums in L1. `columns` of them, whole
-// vectors of c.
+// The same times one row of A, without a copy: four units of B at a time, sums in L1. `columns` of them, whole vectors
+// of c.
 template <class T>
 void multiply_slice(const Packing& b, int64_t first_column, int64_t columns, int64_t k, int64_t depth,
                     const acc_t<T>* a, acc_t<T>* c, bool accumulate, acc_t<T>* sums) {
@@ -192,16 +212,20 @@ void multiply_slice(const Packing& b, int64_t first_column, int64_t columns, int
   const auto rows = [&](auto count, int64_t i) {
     constexpr int kRows = decltype(count)::value;
     Vec<A> x[kRows];
-    const T* at[kRows];
-    for (int r = 0; r < kRows; ++r) x[r] = broadcast<A>(a[i + r]), at[r] = source_row<T>(b, k + i + r) + first_column;
-    const auto add = [&](int64_t u, const auto& load_row) {
+    const T* at[kRows][kTerms];
+    for (int r = 0; r < kRows; ++r) {
+      x[r] = broadcast_unit(a + i + r);
+      for (int64_t t = 0; t < kTerms; ++t) at[r][t] = source_row<T>(b, (k + i + r) * kTerms + t);
+    }
+    const auto add = [&](int64_t u, int64_t n) {
       Vec<A> sum = load(sums + u);
-      for (int r = 0; r < kRows; ++r) sum += x[r] * load_row(at[r] + u);
+      for (int r = 0; r < kRows; ++r)
+        sum = multiply_add(x[r], load_rows<T>([&](int64_t t) { return at[r][t]; }, first_column + u, n), sum);
       store(sums + u, sum);
     };
     int64_t u = 0;
-    for (; u + W<A> <= columns; u += W<A>) add(u, [](const T* from) { return load(from); });
-    if (u < columns) add(u, [&](const T* from) { return load_partial(from, columns - u); });
+    for (; u + W<A> <= columns; u += W<A>) add(u, W<A>);
+    if (u < columns) add(u, columns - u);
   };
   for (int64_t u = 0; u < columns; u += W<A>) store(sums + u, Vec<A>{});
   int64_t i = 0;
@@ -216,8 +240,9 @@ void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t 
                        int64_t first_panel, acc_t<T>* c, int64_t ldc, acc_t<T>* slice) {
   using A = acc_t<T>;
   const int64_t first = first_panel * kPanel<A>, left = b.columns - first, width = panels * kPanel<A>;
-  for (int64_t k = 0; k < b.depth; k += kPanelSlice) {
-    const int64_t depth = b.depth - k < kPanelSlice ? b.depth - k : kPanelSlice;
+  const int64_t all = units(b.depth);
+  for (int64_t k = 0; k < all; k += kPanelSlice) {
+    const int64_t depth = all - k < kPanelSlice ? all - k : kPanelSlice;
     if (rows == 1) {
       multiply_slice<T>(b, first, left < width ? left : width, k, depth, a + k, c, k > 0, slice);
       continue;
@@ -248,22 +273,32 @@ int64_t few_rows_items(const RnnFewRows& p) {
 }
 template <class A>
 int64_t few_rows_scratch(const RnnFewRows& p) {
-  const int64_t depth = row_major(p.b) ? kPanelSlice : p.b.depth;
-  return few_rows_group<A>(p) * kPanel<A> * (depth + p.rows);
+  const int64_t depth = row_major(p.b) ? kPanelSlice : units(p.b.depth);
+  return few_rows_group<A>(p) * kPanel<A> * (depth + p.rows) + (kTerms > 1 ? p.rows * operand_stride<A>(p.b.depth) : 0);
 }
 template <class A>
 void few_rows_item(const RnnFewRows& p, int64_t item, A* scratch) {
-  const int64_t group = few_rows_group<A>(p), first = item * group, depth = row_major(p.b) ? kPanelSlice : p.b.depth;
+  const int64_t group = few_rows_group<A>(p), first = item * group;
+  const int64_t depth = row_major(p.b) ? kPanelSlice : units(p.b.depth);
   const int64_t left = panel_count<A>(p.b.columns, 1) - first, panels = left < group ? left : group;
   const A* a = static_cast<const A*>(p.a);
+  int64_t lda = p.a_stride;
   A* products = scratch + group * depth * kPanel<A>;
+  if constexpr (kTerms > 1) {
+    A* own = products + p.rows * group * kPanel<A>;
+    by_element<A>(p.a_type, [&](auto t) {
+      using T = decltype(t);
+      as_operand(p.rows, p.b.depth, static_cast<const T*>(p.a), lda, own, operand_stride<A>(p.b.depth));
+    });
+    a = own, lda = operand_stride<A>(p.b.depth);
+  }
   if (row_major(p.b)) {
-    slice_products(p.rows, panels, a, p.a_stride, p.b, first, products, group * kPanel<A>, scratch);
+    slice_products(p.rows, panels, a, lda, p.b, first, products, group * kPanel<A>, scratch);
   } else if (p.rows == 1) {
     one_row_products(p.b, first, panels, a, products);
   } else {
     for (int64_t q = 0; q < panels; ++q) pack_panel(p.b, first + q, scratch + q * depth * kPanel<A>);
-    panel_products<A, kGemmVecs>(p.rows, panels, depth, a, p.a_stride, scratch, products, group * kPanel<A>, kPanel<A>,
+    panel_products<A, kGemmVecs>(p.rows, panels, depth, a, lda, scratch, products, group * kPanel<A>, kPanel<A>,
                                  [](int64_t, int64_t) {});
   }
   const A* bias = static_cast<const A*>(p.bias);
@@ -275,16 +310,6 @@ void few_rows_item(const RnnFewRows& p, int64_t item, A* scratch) {
       if (bias) v += load_upto(bias + u, end - u);
       store_upto(static_cast<A*>(p.c) + i * p.c_stride + u, v, end - u);
     }
-}
-
-template <class A>
-SK_INLINE int64_t padded_stride(int64_t columns) {
-  return round_up<A>(columns) + kPad<A>;
-}
-// Enough for whole panels of kPanel columns.
-template <class A>
-SK_INLINE int64_t panel_stride(int64_t columns) {
-  return (columns + kPanel<A> - 1) / kPanel<A> * kPanel<A> + kPad<A>;
 }
 
 // Elements of the layer's type. Known when it runs: a branch that always goes the same way costs less than loops of

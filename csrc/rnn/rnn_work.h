@@ -55,15 +55,16 @@ void for_ranges(int64_t rows, int64_t columns, const Tensor& like, int64_t scrat
             [&](int64_t item, void* scratch) { body(item * range, std::min(rows, (item + 1) * range), scratch); });
 }
 
-// B(k, n) = source[k * k_stride + n * n_stride], or where `rows` lie; several sources one below the other.
+// B(k, n) = source[k * k_stride + n * n_stride], or where `rows` lie; first_row is that of Packing.
 struct Source {
   const void* data;
   int64_t depth, k_stride, n_stride;
   const void* const* rows = nullptr;
+  int64_t first_row = 0;
 };
 
 inline Packing packing_of(const RnnProblem& p, const Source& source, int64_t columns, int64_t groups, bool of_acc,
-                          void* packed, int64_t packed_depth, int64_t begin) {
+                          void* packed) {
   return {of_acc ? p.acc_dtype : p.dtype,
           source.data,
           source.k_stride,
@@ -72,29 +73,23 @@ inline Packing packing_of(const RnnProblem& p, const Source& source, int64_t col
           columns,
           groups,
           packed,
-          packed_depth,
-          begin,
-          source.rows};
+          source.rows,
+          source.first_row};
 }
 
-inline Tensor pack(const RnnProblem& p, std::initializer_list<Source> sources, int64_t columns, int64_t groups = 1,
+inline Tensor pack(const RnnProblem& p, const Source& source, int64_t columns, int64_t groups = 1,
                    bool of_acc = false) {
-  const RnnKernels& kernels = rnn_kernels();
-  int64_t depth = 0, begin = 0;
-  for (const Source& source : sources) depth += source.depth;
-  Tensor packed = empty(p.input, {kernels.packed_size(of_acc ? p.acc_dtype : p.dtype, depth, columns, groups)}, p.acc);
-  for (const Source& source : sources) {
-    const Packing packing = packing_of(p, source, columns, groups, of_acc, packed.mutable_data_ptr(), depth, begin);
-    for_items(kernels.pack_items(packing), static_cast<double>(source.depth) * columns, p.input, 0, p.acc,
-              [&](int64_t item, void*) { kernels.pack(packing, item); });
-    begin += source.depth;
-  }
+  const Dtype type = of_acc ? p.acc_dtype : p.dtype;
+  Tensor packed = empty(p.input, {p.kernels.packed_size(type, source.depth, columns, groups)}, p.acc);
+  const Packing packing = packing_of(p, source, columns, groups, of_acc, packed.mutable_data_ptr());
+  for_items(p.kernels.pack_items(packing), static_cast<double>(source.depth) * columns, p.input, 0, p.acc,
+            [&](int64_t item, void*) { p.kernels.pack(packing, item); });
   return packed;
 }
 
 // C = A B + bias, or C += A B.
 inline void multiply(const RnnProblem& p, Product product) {
-  const RnnKernels& kernels = rnn_kernels();
+  const RnnKernels& kernels = p.kernels;
   const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
   const int64_t threads = torch::stable::get_num_threads();
   const auto items = [&](int64_t rows) { return blocks(product.rows, rows) * blocks(product.columns, kBlockColumns); };
@@ -108,13 +103,13 @@ inline void multiply(const RnnProblem& p, Product product) {
 }
 
 // sum[c] += the sum of column c.
-inline void add_columns(const RnnProblem& p, int64_t rows, int64_t columns, const void* source, int64_t stride,
-                        double* sum) {
+inline void add_columns(const RnnProblem& p, Dtype type, int64_t rows, int64_t columns, const void* source,
+                        int64_t stride, double* sum) {
   const int64_t range = kSumColumns;
   for_items((columns + range - 1) / range, static_cast<double>(rows) * static_cast<double>(columns), p.input, 0, p.acc,
             [&](int64_t item, void*) {
-              rnn_kernels().add_columns(p.dtype, rows, item * range, std::min(columns, (item + 1) * range), source,
-                                        stride, sum);
+              p.kernels.add_columns(type, rows, item * range, std::min(columns, (item + 1) * range), source, stride,
+                                    sum);
             });
 }
 

@@ -1,0 +1,95 @@
+// What the products of gemm.h multiply.
+//
+// An operand lies in memory in units as large as an accumulator. A unit is one number of the accumulation type; where a
+// translation unit defines SK_PAIRS, it is a pair of bfloat16 numbers that follow each other along k, and a
+// multiply-add (VDPBF16PS) adds both products of each lane's pairs. A sum over k numbers takes units(k) of them; a
+// number that is missing is zero on both sides. Everything else about a product is the same: units are loaded,
+// broadcast and transposed as what they look like, accumulators.
+#pragma once
+
+#include "simd.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+#if defined(SK_PAIRS)
+constexpr int64_t kTerms = 2;
+template <class A>
+using Number = BFloat16;
+#else
+constexpr int64_t kTerms = 1;
+template <class A>
+using Number = A;
+#endif
+
+constexpr int64_t units(int64_t numbers) { return (numbers + kTerms - 1) / kTerms; }
+
+template <class V>
+SK_INLINE V multiply_add(V x, V y, V sum) {
+#if defined(SK_PAIRS)
+  return bit_cast<V>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(x), bit_cast<__m512bh>(y)));
+#else
+  return sum + x * y;
+#endif
+}
+
+// A unit, which need not be aligned, in all lanes.
+template <class A>
+SK_INLINE Vec<A> broadcast_unit(const A* p) {
+  A x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return broadcast<A>(x);
+}
+
+// As units: W of them from the first n numbers that follow one another.
+template <class T>
+SK_INLINE Vec<acc_t<T>> load_units(const T* p, int64_t n) {
+#if defined(SK_PAIRS)
+  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << (n > 0 ? n : 0)) - 1;
+  if constexpr (std::is_same<T, BFloat16>::value) {
+    return bit_cast<vf32>(_mm512_maskz_loadu_epi16(mask, p));
+  } else {
+    const __m512 a = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
+    const __m512 b = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), p + 16);
+    return bit_cast<vf32>(_mm512_cvtne2ps_pbh(b, a));
+  }
+#else
+  return load_upto(p, n);
+#endif
+}
+
+// The first n columns of rows k, k + 1, ..., a unit of them a lane; row(k) is null for zeros. SK_PAIRS: k is a unit's
+// first row.
+template <class T, class RowAt>
+SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
+#if defined(SK_PAIRS)
+  const T *first = row(0), *second = row(1);
+  const __mmask16 mask = static_cast<__mmask16>(n >= 16 ? 0xffff : (1 << (n > 0 ? n : 0)) - 1);
+  const auto bits = [&](const T* p) {
+    if (!p) return _mm512_setzero_si512();
+    if constexpr (std::is_same<T, BFloat16>::value)
+      return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p + column));
+    else return _mm512_cvtepu16_epi32(bit_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, p + column))));
+  };
+  return bit_cast<vf32>(_mm512_or_si512(bits(first), _mm512_slli_epi32(bits(second), 16)));
+#else
+  const T* p = row(0);
+  return p ? load_upto(p + column, n) : Vec<acc_t<T>>{};
+#endif
+}
+
+// W numbers of a row of an operand, from number `at` on, of which n exist: those beyond are zero in the last unit.
+template <class A>
+SK_INLINE void store_numbers(A* row, int64_t at, Vec<A> v, int64_t n) {
+#if defined(SK_PAIRS)
+  BFloat16* to = reinterpret_cast<BFloat16*>(row) + at;
+  store(to, n >= W<A> ? v : keep_first<A>(v, n));
+#else
+  store(row + at, v);
+#endif
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern
