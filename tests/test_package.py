@@ -57,6 +57,7 @@ def test_slice_is_complete(name):
         f"seqkern/reference/{name}.py",
         f"seqkern/ops/{name}.py",
         f"tests/test_{name}.py",
+        f"seqkern/testing/{name}.py",
         f"benchmarks/bench_{name}.py",
     ):
         assert (ROOT / path).is_file(), f"slice {name} lacks {path}"

@@ -1,0 +1,79 @@
+"""Verification: the error rule, and every op run against the float64 oracle and against torch.
+
+The oracle is the reference in float64 on the same, already rounded, inputs. A result passes when
+
+    max|x - oracle| <= 2 * max|torch - oracle| + 2 * unit,    unit = max|(oracle + 0.3 - 0.3) - oracle| in the dtype,
+
+so that the bound scales with the problem and the dtype, and no tolerance is picked by hand. A few numbers can come
+through that sum unharmed by luck: the unit is never less than half a last place of the largest number. In float64 the
+oracle is rounded as much as the result, and both count: the bound is twice as wide. Where a case allows a gradient more
+than twice torch's error, it says why: `Case.factors`.
+
+Example:
+    >>> import torch
+    >>> from seqkern.testing import verify
+    >>> all(report.passed for report in verify("layer_norm", torch.float32))
+    True
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+
+import seqkern
+from seqkern import _library
+from seqkern.testing._checks import Case, ErrorReport, check_case, compare, poison, run
+from seqkern.testing.attention import attention_case, attention_decode_case
+from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
+from seqkern.testing.rnn import ALL_OPTIONS, rnn_case, rnn_cell_case
+
+__all__ = [
+    "CASES", "Case", "ErrorReport", "add_layer_norm_case", "attention_case", "attention_decode_case", "check_case",
+    "compare", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "run", "verify",
+]  # fmt: skip
+
+CASES: dict[str, Case] = {
+    "attention": attention_case(),
+    "attention_varlen": attention_case(packed=[(3, 5), (1, 150), (70, 70), (129, 200)], heads=4, kv_heads=2),
+    "attention_decode": attention_decode_case(),
+    "layer_norm": layer_norm_case(),
+    "rms_norm": layer_norm_case(centred=False),
+    "add_layer_norm": add_layer_norm_case(),
+    "add_rms_norm": add_layer_norm_case(centred=False),
+    "lstm": rnn_case("lstm"),
+    "gru": rnn_case("gru"),
+    "rnn_tanh": rnn_case("rnn_tanh"),
+    "rnn_relu": rnn_case("rnn_relu"),
+    "lstm_options": rnn_case("lstm", 17, 7, 12, 33, projection=20, peepholes=True, **ALL_OPTIONS),
+    "gru_options": rnn_case("gru", 17, 7, 12, 33, **ALL_OPTIONS),
+    "lstm_cell": rnn_cell_case("lstm"),
+    "gru_cell": rnn_cell_case("gru"),
+    "rnn_tanh_cell": rnn_cell_case("rnn_tanh"),
+    "rnn_relu_cell": rnn_cell_case("rnn_relu"),
+}
+
+
+def verify(
+    op: str, dtype: torch.dtype, *, backend: str = "auto", isa: str | None = None, device: str = "cpu"
+) -> list[ErrorReport]:
+    """Runs the standard case of `op` against the oracle and torch: one report for every output and gradient.
+
+    Args:
+        op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
+            "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", each of them with "_cell"
+            behind, "lstm_options" or "gru_options".
+        dtype: float64, float32, bfloat16 or float16.
+        backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
+        device: where to run seqkern and torch; the oracle runs on the CPU.
+
+    Raises:
+        ValueError: unknown op, backend or tier.
+    """
+    if op not in CASES:
+        raise ValueError(f"op must be one of {', '.join(CASES)}, got {op!r}")
+    tier = _library.use_cpu_isa(isa) if isa else contextlib.nullcontext()
+    with seqkern.use_backend(backend), tier:
+        return [replace(report, name=f"{op} {report.name}") for report in check_case(CASES[op], dtype, device=device)]

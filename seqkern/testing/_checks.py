@@ -1,0 +1,170 @@
+"""The error rule, and a case run in seqkern, in torch and in the reference."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqkern import _library
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """The error of one tensor beside torch's own: absolute maximum, the bound it must keep, and relative L2."""
+
+    error: float
+    torch_error: float
+    unit: float
+    bound: float
+    relative_l2: float
+    torch_relative_l2: float
+    passed: bool
+    name: str = ""
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        return (
+            f"{self.name or 'tensor'} {verdict}: error {self.error:.3g}, bound {self.bound:.3g} "
+            f"(torch {self.torch_error:.3g}, unit {self.unit:.3g}); "
+            f"relative L2 {self.relative_l2:.3g}, torch {self.torch_relative_l2:.3g}"
+        )
+
+
+def compare(
+    actual: Tensor, torch_result: Tensor, oracle: Tensor, *, factor: float = 2.0, name: str = ""
+) -> ErrorReport:
+    """Applies the error rule.
+
+    Args:
+        actual: the result under test; its dtype sets the unit.
+        torch_result: torch's result in the same dtype, same shape.
+        oracle: the float64 result, same shape. Where it is infinite or NaN, `actual` must be exactly that.
+        factor: how many times torch's error is allowed.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if not actual.shape == torch_result.shape == oracle.shape:
+        raise ValueError(f"shapes differ: {tuple(actual.shape)}, {tuple(torch_result.shape)}, {tuple(oracle.shape)}")
+    dtype = actual.dtype
+    actual, torch_result, oracle = (t.detach().cpu() for t in (actual, torch_result, oracle))
+    wide, theirs, oracle = actual.double(), torch_result.double(), oracle.double()
+    finite = oracle.isfinite()
+    same_elsewhere = bool(((wide == oracle) | (wide.isnan() & oracle.isnan()))[~finite].all())
+    exact, wide = oracle[finite], wide[finite]
+    # Where torch itself is not finite, it sets no standard.
+    theirs = torch.where(theirs[finite].isfinite(), theirs[finite], exact)
+
+    rounded = exact.to(dtype)
+    half_last_place = torch.finfo(dtype).eps / 2 * _max_abs(exact)
+    unit = max(_max_abs((rounded + 0.3 - 0.3).double() - rounded.double()), half_last_place)
+    error, torch_error = _max_abs(wide - exact), _max_abs(theirs - exact)
+    bound = (factor * torch_error + 2 * unit) * (2 if dtype == torch.float64 else 1)
+    norm = exact.norm().item() or 1.0
+    return ErrorReport(
+        error=error,
+        torch_error=torch_error,
+        unit=unit,
+        bound=bound,
+        relative_l2=(wide - exact).norm().item() / norm,
+        torch_relative_l2=(theirs - exact).norm().item() / norm,
+        passed=same_elsewhere and error <= bound,  # a NaN error fails
+        name=name,
+    )
+
+
+def _max_abs(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op with inputs to run it on: the same call in seqkern, in torch and in the reference.
+
+    `inputs` makes the tensors, in float64; the functions take them by name and return a tensor or a tuple of tensors.
+    Where an op is not differentiable, there are no gradients to compare.
+    """
+
+    inputs: Callable[[torch.Generator], dict[str, Tensor]]
+    ours: Callable[..., Any]
+    torch: Callable[..., Any]
+    reference: Callable[..., Any]
+    factors: Mapping[str, float] = field(
+        default_factory=dict, hash=False
+    )  # by the tensor's name, where it is not `compare`'s
+    outputs: tuple[str, ...] | None = None  # their names, as in `run`
+    differentiable: bool = True
+
+
+def run(
+    function: Callable[..., Any],
+    inputs: dict[str, Tensor],
+    cotangent_dtypes: Sequence[torch.dtype] | None = None,
+    cotangent_seed: int = 1,
+    names: Sequence[str] | None = None,
+    differentiate: bool = True,
+) -> dict[str, Tensor]:
+    """Outputs of function(**inputs) and the gradients of every input, for fixed random cotangents.
+
+    Cotangents are rounded to `cotangent_dtypes` (default: the outputs' own), so that a float64 run can use those of a
+    run in another dtype. `names` are the outputs' (default: output, or output 0 and so on).
+    """
+    leaves = {
+        name: t.detach().clone().requires_grad_(differentiate and t.is_floating_point()) for name, t in inputs.items()
+    }
+    result = function(**leaves)
+    outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+    if names is None:
+        names = ["output"] if len(outputs) == 1 else [f"output {i}" for i in range(len(outputs))]
+    tensors = {name: o.detach() for name, o in zip(names, outputs, strict=True)}
+    if not differentiate:
+        return tensors
+    generator = torch.Generator().manual_seed(cotangent_seed)
+    cotangents = [
+        torch.randn(o.shape, dtype=torch.float64, generator=generator).to(dtype).to(o)
+        for o, dtype in zip(outputs, cotangent_dtypes or [o.dtype for o in outputs], strict=True)
+    ]
+    wanted = {name: t for name, t in leaves.items() if t.requires_grad}
+    grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+    return tensors | {f"grad {name}": g for name, g in zip(wanted, grads, strict=True) if g is not None}
+
+
+def check_case(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> list[ErrorReport]:
+    """Runs a case in `dtype` under the backend in force: one report for every output and gradient."""
+    exact = case.inputs(torch.Generator().manual_seed(seed))
+    rounded = {name: t.to(dtype).to(device) for name, t in exact.items()}
+    options: dict[str, Any] = {"names": case.outputs, "differentiate": case.differentiable}
+    ours = run(case.ours, rounded, **options)
+    dtypes = [t.dtype for name, t in ours.items() if not name.startswith("grad ")]
+    theirs = run(case.torch, rounded, dtypes, **options)
+    oracle = run(case.reference, {name: t.double().cpu() for name, t in rounded.items()}, dtypes, **options)
+    return [
+        compare(ours[name], theirs[name], oracle[name], factor=case.factors.get(name, 2.0), name=name)
+        for name in oracle
+    ]
+
+
+@contextlib.contextmanager
+def poison() -> Iterator[None]:
+    """Fills every tensor that torch allocates uninitialised with NaN: an element that no kernel wrote shows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    _library._extension.seqkern_pool_set_poison(1)
+    try:
+        yield
+    finally:
+        _library._extension.seqkern_pool_set_poison(0)
+        torch.use_deterministic_algorithms(deterministic)
+        settings.fill_uninitialized_memory = fill
+
+
+def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * scale

@@ -1,0 +1,74 @@
+"""Cases of the norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import seqkern
+from seqkern import reference
+from seqkern.testing._checks import Case, normal
+
+
+def layer_norm_case(
+    rows: int = 130, columns: int = 257, *, mean: float = 0.0, std: float = 1.0, centred: bool = True
+) -> Case:
+    """A layer norm; not centred, an RMS norm."""
+
+    def make(g: torch.Generator) -> dict[str, Tensor]:
+        tensors = {"input": normal(g, rows, columns, scale=std) + mean, "weight": normal(g, columns)}
+        return tensors | ({"bias": normal(g, columns)} if centred else {})
+
+    shape, eps = (columns,), 1e-5
+    if centred:
+        return Case(
+            inputs=make,
+            ours=lambda input, weight, bias: seqkern.layer_norm(input, shape, weight, bias, eps),
+            torch=lambda input, weight, bias: torch.nn.functional.layer_norm(input, shape, weight, bias, eps),
+            reference=lambda input, weight, bias: reference.layer_norm(input, weight, bias, eps),
+        )
+    return Case(
+        inputs=make,
+        ours=lambda input, weight: seqkern.rms_norm(input, shape, weight, eps),
+        # Sums over rows and columns in the other order: in float64 torch would round just as the oracle does.
+        torch=lambda input, weight: torch.nn.functional.rms_norm(input.flip(0, 1), shape, weight.flip(0), eps).flip(
+            0, 1
+        ),
+        reference=lambda input, weight: reference.layer_norm(input, weight, None, eps, False),
+    )
+
+
+def add_layer_norm_case(
+    rows: int = 130, columns: int = 257, *, dropout_p: float = 0.1, mean: float = 0.0, centred: bool = True
+) -> Case:
+    """Dropout, residual addition and norm: the normalised sum and the sum. torch's dropout gets the same mask."""
+    seed, shape, eps = torch.tensor(2**40 + 7), (columns,), 1e-5
+    case = layer_norm_case(rows, columns, centred=centred)
+    keep = reference.keep_mask(seed, dropout_p, rows, columns)
+    scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+
+    def make(g: torch.Generator) -> dict[str, Tensor]:
+        return {"residual": normal(g, rows, columns) + mean} | case.inputs(g)
+
+    def ours(residual: Tensor, input: Tensor, **parameters: Tensor) -> Any:
+        function: Any = seqkern.add_layer_norm if centred else seqkern.add_rms_norm
+        options = {"dropout_p": dropout_p, "seed": seed.to(input.device)} if dropout_p else {}
+        return function(input, residual, shape, eps=eps, **parameters, **options)
+
+    def composed(norm: Callable[..., Tensor]) -> Any:
+        def function(residual: Tensor, input: Tensor, **parameters: Tensor) -> Any:
+            dropped = input * scale * keep.to(input.device) if dropout_p else input
+            return norm(total := dropped + residual, **parameters), total
+
+        return function
+
+    return Case(
+        inputs=make,
+        ours=ours,
+        torch=composed(case.torch),
+        reference=composed(case.reference),
+        outputs=("output", "sum"),
+    )
