@@ -64,7 +64,8 @@ def lstm(
 
     i, f, o = sigmoid(W x_t + U h_{t-1} + b), g = tanh(likewise), c_t = f * c_{t-1} + i * g, h_t = o * tanh(c_t), and
     with a projection W_hr of that. The state is kept in float32 (float64 for float64) from step to step, whatever the
-    dtype is. The equations with every option: seqkern/reference/rnn.py.
+    dtype is; where the CPU multiplies bfloat16, the products with U take h rounded to it, as torch's do. The equations
+    with every option: seqkern/reference/rnn.py.
 
     Args:
         input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
