@@ -434,11 +434,13 @@ def test_same_bits_on_any_number_of_threads(cell, dtype, isa):
     assert same_bits_on_threads((1, 2, 3, 2), lambda: everything(cell, tensors, bidirectional=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize(("steps", "batch", "hidden"), [(40, 9, 129), (1, 33, 129)])
-def test_same_bits_where_threads_share_a_sequence(cell, steps, batch, hidden, runs, isa):
+def test_same_bits_where_threads_share_a_sequence(cell, steps, batch, hidden, runs, dtype, isa):
     """Few sequences, or one step: several threads work on the same ones, and wait for each other every step."""
-    tensors = sequence(cell, steps, batch, 5, hidden, runs=runs) + parameters(cell, 5, hidden, directions=runs)
+    tensors = sequence(cell, steps, batch, 5, hidden, runs=runs, dtype=dtype)
+    tensors += parameters(cell, 5, hidden, directions=runs, dtype=dtype)
     assert same_bits_on_threads((1, 2, 3, 8), lambda: everything(cell, tensors, bidirectional=runs == 2))
 
 
