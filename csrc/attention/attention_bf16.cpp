@@ -1,5 +1,6 @@
-// Attention for bfloat16 on matrix tiles (AMX): the equations, the partition of the work and the transposed scores are
-// those of attention_cpu.cpp; what is done to the scores between the products too (attention_scores.h).
+// Attention for bfloat16, on matrix tiles (AMX) or by dot products of pairs (AVX512-BF16): compiled once for each. The
+// equations, the partition of the work and the transposed scores are those of attention_cpu.cpp; what is done to the
+// scores between the products too (attention_scores.h).
 //
 // Scores are 16 keys by 16 queries a tile. K and V are left operands as they lie, Q and dO are packed once for a block
 // of queries; P and dS leave the softmax as rows of keys, which is the left operand that dV = P^T dO and dK = dS^T Q
@@ -9,6 +10,10 @@
 // The operands of a tile of 256 queries and 128 keys stay in L2, and the scores never leave L1: S, dP and what follows
 // them are done for 32 keys and 64 queries at a time. Where no option touches the scores, exp2, the gradient and the
 // rounding to both layouts are one pass.
+//
+// By dot products (one Zen 4 core, 64 columns, 1024 keys) the backward pass runs at 0.82 of their peak: S and dP take
+// 38% of the time, dK and dV 34, dQ 17, the pass over the scores 8, packing 3. Tried and lost there: blocks of 128
+// queries and of 64 keys (5% faster for a causal mask over 256 keys, up to 10% slower at 128 columns over 4096).
 #define SK_BLOCK_Q 256
 #define SK_BLOCK_K 128
 #include "attention_bf16.h"
