@@ -1,4 +1,4 @@
-// The forward pass of one block of queries on matrix tiles.
+// The forward pass of one block of queries in bfloat16, on matrix tiles or by dot products.
 //
 // S^T = K Q^T is made a group (32 keys by 32 queries) at a time, weighted, and rounded to bfloat16 in the order that
 // the product O^T = V^T P^T wants: two vectors of scores, of consecutive keys, become one row of pairs.
@@ -10,14 +10,15 @@
 // waiting P without rounding. A query's M depends on its own scores only. O is divided by the sum of the rounded
 // weights, which halves the error where few keys have the weight; lse is made of the sum before rounding.
 //
-// The products of the next group, and of the last groups with the values, stand between the exponentials of a group, so
-// that the tile unit works beside them. While it does, floating-point vectors of 512 bits have one port instead of two
-// (measured, one Sapphire Rapids core): additions, polynomial and scaling of a vector of scores take 9 cycles, its
-// products 4.6 at 64 columns and 9.2 at 128.
+// On tiles the products of the next group, and of the last groups with the values, stand between the exponentials of a
+// group, so that the tile unit works beside them. While it does, floating-point vectors of 512 bits have one port
+// instead of two (measured, one Sapphire Rapids core): additions, polynomial and scaling of a vector of scores take 9
+// cycles, its products 4.6 at 64 columns and 9.2 at 128. Dot products have the ports of the exponentials: they come
+// first, and take 64 and 128 cycles of the 80 and 150 that a vector of scores needs in all (one Zen 4 core).
 //
-// Tried and lost: runs of 4 groups instead of 8, for which O is loaded and stored twice as often (6 to 12% slower at
-// 128 columns); 1024 keys for one group of queries before the next (no faster); prefetching the next operands (no
-// faster); the conversion instruction with a permutation, for an integer addition, a shift and a blend (two slow
+// Tried and lost, on tiles: runs of 4 groups instead of 8, for which O is loaded and stored twice as often (6 to 12%
+// slower at 128 columns); 1024 keys for one group of queries before the next (no faster); prefetching the next operands
+// (no faster); the conversion instruction with a permutation, for an integer addition, a shift and a blend (two slow
 // instructions for four cheap ones).
 #pragma once
 
@@ -193,9 +194,9 @@ SK_INLINE void weigh_scores(const float* scores, __m512 c, const __mmask16* seen
 }
 
 template <class NK, class NV>
-class AmxForward {
+class Bf16Forward {
  public:
-  AmxForward(const AttentionForward& p, int64_t query_block, NK nk, NV nv, void* memory)
+  Bf16Forward(const AttentionForward& p, int64_t query_block, NK nk, NV nv, void* memory)
       : p_(p),
         s_(p.shape),
         band_(p.sequence),
@@ -274,24 +275,6 @@ class AmxForward {
     }
   }
 
-#if defined(__AMX_BF16__)
-  SK_INLINE void output(Pending& w, int64_t from, int64_t to) const {
-    const BFloat16* value = w.value + 2 * w.done * kTileElements;
-    for (int64_t g = from; g < to; ++g) {
-      const BFloat16 *v = value + g * 2 * nv_ * kTileElements, *weights = w.weights + g * 2 * kTileElements;
-      out_add(v, weights);
-    }
-  }
-  SK_INLINE void output_begin(const Pending& w) const {
-    const float* out = w.out + w.done * 4 * kSums;
-    out_begin(out);
-  }
-  SK_INLINE void output_end(Pending& w) const {
-    float* out = w.out + w.done * 4 * kSums;
-    out_end(out);
-    ++w.done;
-  }
-#endif
   SK_INLINE void outputs(Pending& w, int64_t end) const {
     for (; w.done < end; ++w.done)
       out_product(w.value + 2 * w.done * kTileElements, 2 * nv_ * kTileElements, w.weights, w.count,
@@ -306,6 +289,56 @@ class AmxForward {
     weigh_scores<masked>(scores + 16 * kGroup, c, mask.seen[0] + 16, h[0], weights + 256);
     weigh_scores<masked>(scores + 16 * kGroup + 16, c, mask.seen[1] + 16, h[1], weights + kTileElements + 256);
   }
+
+  // Weighs a group that nothing hides. What the products beside it make: the scores of the next group where there is
+  // one, and up to `outputs_end` the columns that are waiting.
+  struct Beside {
+    const BFloat16 *rows, *columns;  // of the next group's scores
+    float* scores;
+    bool more;
+    int64_t outputs_end;
+  };
+#if defined(__AMX_BF16__)
+  SK_INLINE void weigh_beside(const Beside& next, Pending& pending, const float* scores, __m512 c, Softmax (&h)[2],
+                              BFloat16* weights) const {
+    const int64_t nk = nk_;
+    if (next.more) {
+      scores_begin();
+      scores_add(next.rows, next.columns, nk, 0, (nk + 1) / 2);
+    }
+    weigh_scores<false>(scores, c, nullptr, h[0], weights);
+    if (next.more) {
+      scores_add(next.rows, next.columns, nk, (nk + 1) / 2, nk);
+      scores_end(next.scores);
+    }
+    weigh_scores<false>(scores + 16, c, nullptr, h[1], weights + kTileElements);
+    const bool one = pending.done < next.outputs_end;
+    const auto output = [&](int64_t from, int64_t to) {
+      const BFloat16* value = pending.value + 2 * pending.done * kTileElements;
+      for (int64_t g = from; g < to; ++g)
+        out_add(value + g * 2 * nv_ * kTileElements, pending.weights + g * 2 * kTileElements);
+    };
+    if (one) {
+      out_begin(pending.out + pending.done * 4 * kSums);
+      output(0, (pending.count + 1) / 2);
+    }
+    weigh_scores<false>(scores + 16 * kGroup, c, nullptr, h[0], weights + 256);
+    if (one) {
+      output((pending.count + 1) / 2, pending.count);
+      out_end(pending.out + pending.done * 4 * kSums);
+      ++pending.done;
+    }
+    weigh_scores<false>(scores + 16 * kGroup + 16, c, nullptr, h[1], weights + kTileElements + 256);
+    outputs(pending, next.outputs_end);
+  }
+#else
+  SK_INLINE void weigh_beside(const Beside& next, Pending& pending, const float* scores, __m512 c, Softmax (&h)[2],
+                              BFloat16* weights) const {
+    if (next.more) scores_product(next.rows, next.columns, nk_, next.scores);
+    weigh_group<false>(scores, c, GroupMask{}, h, weights);
+    outputs(pending, next.outputs_end);
+  }
+#endif
 
   SK_INLINE Softmax load_half(int64_t q) const {
     return {_mm512_load_ps(t_.shift + q), _mm512_load_ps(t_.sum + q), _mm512_load_ps(t_.rounded_sum + q),
@@ -458,34 +491,7 @@ class AmxForward {
           h[0].any = h[1].any = _mm512_setzero_si512();
           if (is_new(h)) raise(scores, c, nullptr, run.group, h, weights, g, pending);
           const Softmax before[2] = {h[0], h[1]};
-#if defined(__AMX_BF16__)
-          // The products of the next group, and of the last run with the values, go on beside the exponentials.
-          if (more) {
-            scores_begin();
-            scores_add(rows, columns, nk, 0, (nk + 1) / 2);
-          }
-          weigh_scores<false>(scores, c, nullptr, h[0], to);
-          if (more) {
-            scores_add(rows, columns, nk, (nk + 1) / 2, nk);
-            scores_end(other);
-          }
-          weigh_scores<false>(scores + 16, c, nullptr, h[1], to + kTileElements);
-          const bool one = pending.done < outputs_end;
-          if (one) {
-            output_begin(pending);
-            output(pending, 0, (pending.count + 1) / 2);
-          }
-          weigh_scores<false>(scores + 16 * kGroup, c, nullptr, h[0], to + 256);
-          if (one) {
-            output(pending, (pending.count + 1) / 2, pending.count);
-            output_end(pending);
-          }
-          weigh_scores<false>(scores + 16 * kGroup + 16, c, nullptr, h[1], to + kTileElements + 256);
-#else
-          if (more) scores_product(rows, columns, nk, other);
-          weigh_group<false>(scores, c, mask, h, to);
-#endif
-          outputs(pending, outputs_end);
+          weigh_beside({rows, columns, other, more, outputs_end}, pending, scores, c, h, to);
           if (__builtin_expect(exceeded(h), 0)) {
             h[0] = before[0];
             h[1] = before[1];
@@ -493,7 +499,7 @@ class AmxForward {
             weigh_group<false>(scores, c, mask, h, to);
           }
         } else {
-          if (more) { scores_product(rows, columns, nk, other); }
+          if (more) scores_product(rows, columns, nk, other);
           outputs(pending, outputs_end);
           if (!all) fill_mask(band_, q0_ + q, key_group * kGroup, mask);
           if (options_) {
@@ -609,7 +615,7 @@ inline int64_t forward_scratch(const AttentionShape& s) {
 
 inline void forward(const AttentionForward& p, int64_t query_block, void* memory) {
   const auto run = [&](auto key_depth, auto value_depth) {
-    AmxForward<decltype(key_depth), decltype(value_depth)>(p, query_block, key_depth, value_depth, memory).run();
+    Bf16Forward<decltype(key_depth), decltype(value_depth)>(p, query_block, key_depth, value_depth, memory).run();
   };
   const int64_t key_depth = tiles(p.shape.head_dim, 32), value_depth = tiles(p.shape.value_dim, 32);
   if (key_depth == 2 && value_depth == 2) run(Known<2>{}, Known<2>{});
