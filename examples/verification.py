@@ -21,11 +21,14 @@ from seqkern.testing import CASES, check_case, layer_norm_case, verify
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def kernels(op: str) -> list[tuple[str, dict[str, Any]]]:
+def kernels(op: str, dtype: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
     """The kernels of `op` that can run here, with the arguments of `verify` that force them."""
-    found: list[tuple[str, dict[str, Any]]] = [(f"C++ {isa}", {"isa": isa}) for isa in _library.available_isas()]
+    function = op.removesuffix("_options")
+    own = function in _library.BF16_FUNCTIONS and dtype == torch.bfloat16
+    isas = [isa for isa in _library.available_isas() if own or isa not in _library.BF16_ISAS]
+    found: list[tuple[str, dict[str, Any]]] = [(f"C++ {isa}", {"isa": isa}) for isa in isas]
     if torch.cuda.is_available():
-        names, function = {"triton": "Triton", "cuda": "CUDA C++"}, op.removesuffix("_options")
+        names = {"triton": "Triton", "cuda": "CUDA C++"}
         for backend in _library.gpu_backends(_library.FUNCTIONS[function]):
             if backend == "triton" or function in _library.CUDA_FUNCTIONS:
                 found.append((names[backend], {"backend": backend, "device": "cuda"}))
@@ -33,7 +36,7 @@ def kernels(op: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def cases() -> list[tuple[str, torch.dtype, str, dict[str, Any]]]:
-    return [(op, dtype, name, options) for op in CASES for dtype in DTYPES for name, options in kernels(op)]
+    return [(op, dtype, name, options) for op in CASES for dtype in DTYPES for name, options in kernels(op, dtype)]
 
 
 def run() -> Iterator[dict[str, Any]]:

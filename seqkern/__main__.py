@@ -18,12 +18,18 @@ def main() -> None:
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        print(f"\n{device} tensors, float32:")
-        for op in FUNCTIONS:
-            try:
-                print(explain(op, torch.empty((1, 1, 1, 64), device=device)))
-            except NotImplementedError as error:  # the backend that SEQKERN_BACKEND asks for does not run there
-                print(error)
+        float32 = {op: _choice(op, torch.float32, device) for op in FUNCTIONS}
+        print(f"\n{device} tensors, float32:", *float32.values(), sep="\n")
+        bfloat16 = {op: _choice(op, torch.bfloat16, device) for op in FUNCTIONS}
+        if others := [choice for op, choice in bfloat16.items() if choice != float32[op]]:
+            print(f"\n{device} tensors, bfloat16, where another kernel runs:", *others, sep="\n")
+
+
+def _choice(op: str, dtype: torch.dtype, device: str) -> str:
+    try:
+        return str(explain(op, torch.empty((1, 1, 1, 64), dtype=dtype, device=device)))
+    except NotImplementedError as error:  # the backend that SEQKERN_BACKEND asks for does not run there
+        return str(error)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,15 @@ SHAPES = {
     "grouped heads": {"queries": 131, "keys": 150, "batch": 2, "heads": 6, "kv_heads": 2, "head_dim": 20},
     "head dimension 128": {"queries": 70, "keys": 90, "head_dim": 128},
     "head dimension 256, values 65": {"queries": 65, "heads": 1, "head_dim": 256, "value_dim": 65},
+    "head dimension 96, values 100": {"queries": 150, "keys": 173, "head_dim": 96, "value_dim": 100},
+    "few rows of odd dimensions": {
+        "queries": 2,
+        "keys": 150,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 45,
+        "value_dim": 33,
+    },
 }
 
 

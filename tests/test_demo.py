@@ -30,6 +30,7 @@ from examples import (
     verification,
 )
 from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
+from seqkern import _library
 
 ROOT = Path(__file__).parent.parent
 MEGABYTE = 1e6
@@ -418,6 +419,17 @@ def test_a_failed_verification_fails_the_job(monkeypatch: pytest.MonkeyPatch) ->
     assert all(check["passed"] for check in demo.all_checks(rows, sweep, cost, []))
     rows[0]["passed"] = sweep[-1]["passed"] = False
     assert not any(check["passed"] for check in demo.all_checks(rows, sweep, cost, []))
+
+
+@pytest.mark.parametrize("op", ["attention_options", "layer_norm"])
+def test_the_verification_runs_a_tier_where_it_has_kernels(op: str) -> None:
+    isas = {
+        dtype: {options.get("isa") for _, options in verification.kernels(op, dtype)} - {None}
+        for dtype in verification.DTYPES
+    }
+    others = set(_library.available_isas()).difference(_library.BF16_ISAS)
+    own = set(_library.available_isas()) if op == "attention_options" else others
+    assert isas == {dtype: own if dtype == torch.bfloat16 else others for dtype in verification.DTYPES}
 
 
 @pytest.mark.parametrize("name", ["memory_check", "window_check"])

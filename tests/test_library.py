@@ -340,6 +340,11 @@ def test_command_line_names_every_op():
     ).stdout
     for op in _library.FUNCTIONS:
         assert re.search(rf"^{op}: ", output, re.MULTILINE)
+    own = re.findall(
+        r"^cpu tensors, bfloat16, where another kernel runs:\n((?:\w+: C\+\+ \w+ .*\n)+)", output, re.MULTILINE
+    )
+    found = re.findall(r"^(\w+): ", "".join(own), re.MULTILINE)
+    assert found == (list(_library.BF16_FUNCTIONS) if _library.cpu_isa() in _library.BF16_ISAS else [])
     assert torch.__version__ in output
     assert re.search(rf"^seqkern +{re.escape(seqkern.__version__)}$", output, re.MULTILINE)
 
