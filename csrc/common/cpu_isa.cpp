@@ -62,6 +62,15 @@ Isa best_isa() {
 
 Isa active_isa() { return static_cast<Isa>(active().load(std::memory_order_relaxed)); }
 
+bool is_amd() {
+#if SK_X86_TIERS
+  static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return amd;
+#else
+  return false;
+#endif
+}
+
 const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 bool set_isa(const char* name) {

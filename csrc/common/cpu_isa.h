@@ -20,6 +20,8 @@ enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 
 Isa active_isa();
 Isa best_isa();
 const char* isa_name(Isa isa);
+// Whether this is a processor of AMD: what pays beside its memory is not what pays beside others'.
+bool is_amd();
 // False when the name is unknown or the machine lacks the tier; nothing changes then.
 bool set_isa(const char* name);
 

@@ -29,15 +29,16 @@
 //
 // Tried and lost on a Zen 3: two and four rows at a time in the backward pass of float32, for fewer loads and stores of
 // the sums (4096 x 768 1.35 and 1.5 times the time of one: they leave the nearest cache; bfloat16 gains a tenth by
-// two); the backward pass from the last chunk to the first, whose rows the forward pass read last (within 1 % either
-// way from 4096 x 768 to 256 x 16384); stores past the caches (4096 x 768 3 to 8 % faster, what reads the result 1.3
-// to 1.45 times slower; and 4 times slower backward from 1024 columns on).
+// two; on a Zen 4 with AVX-512 and two threads, one row and the next one asked for take 0.8 to 0.9 of the time); the
+// backward pass from the last chunk to the first, whose rows the forward pass read last (within 1 % either way from
+// 4096 x 768 to 256 x 16384); stores past the caches (4096 x 768 3 to 8 % faster, what reads the result 1.3 to 1.45
+// times slower; and 4 times slower backward from 1024 columns on).
 //
-// Tried and lost (AVX-512, 2 cores of a server, medians): Welford's update (a division and a dependent chain a vector);
-// x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the mean (11 %
-// more than the guessed pivot at 64 x 768); one row at a time in the backward pass (1.2 times the time of two at
-// 64 x 768); prefetching the next rows to read (20 to 40 % slower at 4096 x 768, so not done there); stores past the
-// caches (norm alone up to 25 % faster, norm and whatever reads its result 1.5 to 1.9 times slower).
+// Tried and lost (AVX-512, 2 cores of an Intel server, medians): Welford's update (a division and a dependent chain a
+// vector); x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the
+// mean (11 % more than the guessed pivot at 64 x 768); one row at a time in the backward pass (1.2 times the time of
+// two at 64 x 768); prefetching the next rows to read (20 to 40 % slower at 4096 x 768, so not done there); stores past
+// the caches (norm alone up to 25 % faster, norm and whatever reads its result 1.5 to 1.9 times slower).
 #include "layer_norm.h"
 #include "pair.h"
 #include "philox.h"
@@ -50,8 +51,9 @@ namespace {
 // Independent sums, to cover the latency of the addition.
 constexpr int kUnroll = 4;
 // In bytes: a cache line, how far ahead lines are asked for that will be written, and the longest row after which it
-// pays to ask for the next one.
-constexpr int64_t kLine = 64, kWrittenAhead = 2048, kReadAhead = SK_VEC_BYTES == 64 ? 0 : 8192;
+// pays to ask for the next one, where it pays.
+constexpr int64_t kLine = 64, kWrittenAhead = 2048, kReadAhead = 8192;
+SK_INLINE bool reads_ahead(int64_t row_bytes) { return row_bytes <= kReadAhead && (SK_VEC_BYTES < 64 || is_amd()); }
 
 // Calls body(column, slot, unit) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
 // part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds
@@ -240,7 +242,7 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
-  const bool short_rows = columns * static_cast<int64_t>(sizeof(T)) <= kReadAhead;
+  const bool short_rows = reads_ahead(columns * static_cast<int64_t>(sizeof(T)));
   DropoutRow<A> dropout;
   for (int64_t row = row_begin; row < row_end; ++row) {
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
@@ -342,7 +344,7 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* 
   const A* weight = static_cast<const A*>(p.weight);
   RowGradient<T> rows[Rows];
   for (int i = 0; i < Rows; ++i) first_pass<T, Centred>(p, row + i, rows[i]);
-  const bool short_rows = p.columns * static_cast<int64_t>(sizeof(T)) <= kReadAhead;
+  const bool short_rows = reads_ahead(p.columns * static_cast<int64_t>(sizeof(T)));
   const int64_t ahead = short_rows && row + 2 * Rows <= p.rows ? Rows : 0;
 
   // Of `Units` units of columns, or of the first n < W columns of one, in all rows.
@@ -400,6 +402,7 @@ template <class T, bool Centred, bool Added>
 void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
   using A = acc_t<T>;
   constexpr int kRows = kInPairs<T> || SK_VEC_BYTES == 64 ? 2 : 1;
+  const bool together = sizeof(T) == 2 || !is_amd();
   const int64_t columns = p.columns, chunks = (p.rows + p.rows_per_chunk - 1) / p.rows_per_chunk;
   int64_t row = chunk * p.rows_per_chunk;
   const int64_t row_end = row + p.rows_per_chunk < p.rows ? row + p.rows_per_chunk : p.rows;
@@ -419,7 +422,8 @@ void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
 
   while (row < row_end) {
     const int64_t part_end = in_parts && row + kRowsPerSum < row_end ? row + kRowsPerSum : row_end;
-    for (; row + kRows <= part_end; row += kRows) backward_rows<T, Centred, Added, kRows>(p, row, dw_part, db_part);
+    for (; together && row + kRows <= part_end; row += kRows)
+      backward_rows<T, Centred, Added, kRows>(p, row, dw_part, db_part);
     for (; row < part_end; ++row) backward_rows<T, Centred, Added, 1>(p, row, dw_part, db_part);
     if (in_parts) {
       fold(dw, dw_part);

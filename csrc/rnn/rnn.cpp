@@ -148,14 +148,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
 // The gradients, and how a chunk's rows lead to them.
 struct Gradients {
   const RnnProblem& p;
-  const bool need_input, need_weights;
-  Tensor input, w_ih, w_hh, w_hr;  // in acc; input in dtype where each of its rows is written once
+  const bool need_input, need_weights, at_once;  // at_once: the only chunk writes the gradients as they are returned
+  Tensor input, w_ih, w_hh, w_hr;  // weights in acc, or in dtype at once; input in dtype where rows are written once
   std::vector<Tensor> packed_w_ih;
 
   Gradients(const RnnProblem& p_, bool need_input_, bool need_weights_)
       : p(p_),
         need_input(need_input_),
         need_weights(need_weights_),
+        at_once(chunk_steps(p_) >= p_.steps),
         input(input_tensor()),
         w_ih(sum(need_weights && p.has_w_ih, p.gate_columns, p.inputs)),
         w_hh(sum(need_weights, p.gate_columns, p.width)),
@@ -182,13 +183,12 @@ struct Gradients {
     const auto add_product = [&](Dtype type, const void* source, int64_t source_stride, int64_t columns,
                                  const Tensor& packed, int64_t width, Tensor& sum, int64_t row) {
       multiply(p, {columns, width, tokens, type, source, 1, source_stride, packed.const_data_ptr(), nullptr,
-                   p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, !first, 0});
+                   at_once ? p.dtype : p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, !first, 0});
     };
     const auto add_outer = [&](const void* source, int64_t columns, const Rows& rows, Dtype dtype, int64_t width,
                                Tensor& sum, int64_t row) {
-      const RnnOuter outer{p.operand_dtype, dtype,  tokens,      width,
-                           source,          stride, rows.data(), at(sum, (d * sum.size(1) + row) * width),
-                           width,           !first};
+      const RnnOuter outer{dtype,       at_once ? p.dtype : p.acc_dtype,          tokens, width, source, stride,
+                           rows.data(), at(sum, (d * sum.size(1) + row) * width), width,  !first};
       for_ranges(columns, width, p.input, 0, p.acc,
                  [&](int64_t begin, int64_t end, void*) { p.kernels.outer(outer, begin, end); });
     };
@@ -217,8 +217,9 @@ struct Gradients {
   int64_t operand_bytes() const { return p.operand_dtype == Dtype::f64 ? 8 : p.operand_dtype == Dtype::f32 ? 4 : 2; }
   Tensor sum(bool needed, int64_t rows, int64_t columns) const {
     if (!needed) return empty(p.input, {0}, p.acc);
-    return p.empty() ? zeros(p.input, {p.directions, rows, columns}, p.acc)
-                     : empty(p.input, {p.directions, rows, columns}, p.acc);
+    const ScalarType type = at_once ? p.type : p.acc;
+    return p.empty() ? zeros(p.input, {p.directions, rows, columns}, type)
+                     : empty(p.input, {p.directions, rows, columns}, type);
   }
   bool direct_input() const { return few_tokens(p) && !both(); }
   bool both() const { return p.has_w_ih && p.directions == 2; }

@@ -141,9 +141,9 @@ struct RnnFewRows {
   int64_t c_stride;
 };
 
-// C(m, n) = sum over few tokens t of A(t, m) B(t, n), or that added to C. C in acc.
+// C(m, n) = sum over few tokens t of A(t, m) B(t, n), or that added to C. A in operand, C in acc or dtype.
 struct RnnOuter {
-  Dtype a_type, b_type;
+  Dtype b_type, c_type;
   int64_t tokens, columns;
   const void* a;
   int64_t a_stride;

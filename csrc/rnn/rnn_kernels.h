@@ -213,12 +213,15 @@ void outer_rows(const RnnOuter& p, int64_t begin, int64_t end) {
       for (int i = 0; i < kRows; ++i)
         for (int v = 0; v < kVecs; ++v) acc[i][v] += in_all_lanes(a[i < rows ? i : 0]) * x[v];
     }
-    for (int64_t i = 0; i < rows; ++i)
-      for (int v = 0; v < kVecs && v * W<A> < left; ++v) {
-        A* c = static_cast<A*>(p.c) + (m + i) * p.c_stride + n + v * W<A>;
-        const int64_t count = left - v * W<A>;
-        store_upto(c, p.accumulate ? load_upto(c, count) + acc[i][v] : acc[i][v], count);
-      }
+    by_element<A>(p.c_type, [&](auto element) {
+      using C = decltype(element);
+      for (int64_t i = 0; i < rows; ++i)
+        for (int v = 0; v < kVecs && v * W<A> < left; ++v) {
+          C* c = static_cast<C*>(p.c) + (m + i) * p.c_stride + n + v * W<A>;
+          const int64_t count = left - v * W<A>;
+          store_upto(c, p.accumulate ? load_upto(c, count) + acc[i][v] : acc[i][v], count);
+        }
+    });
   };
   for (int64_t m = begin; m < end; m += kRows)
     for (int64_t n = 0; n < p.columns; n += kVecs * W<A>) {
