@@ -55,11 +55,12 @@ def norm_cases(row: str, column: str) -> list[str]:
 
 
 def layer_cases(row: str, column: str) -> list[str]:
-    batch, steps, width = row.split(", ")
-    test = "bidirectional" if "both" in column else "ragged" if "ragged" in column else "layer"
-    cell = re.match(r"\w+", column)[0]  # type: ignore[index]
+    (layer, dtype), (batch, steps, width) = row.rsplit(", ", 1), column.split(", ")
+    test = "bidirectional" if "both" in layer else "ragged" if "ragged" in layer else "layer"
+    cell = re.search("LSTM|GRU", layer)[0]  # type: ignore[index]
     return [
-        f"test_{test}[float32-{mode}-{cell}-B{batch}-T{steps}-H{width}]" for mode in ("forward", "forward+backward")
+        f"test_{test}[{DTYPES[dtype]}-{mode}-{cell}-B{batch}-T{steps}-H{width}]"
+        for mode in ("forward", "forward+backward")
     ]
 
 
@@ -67,7 +68,7 @@ CASES = {
     "N": attention_cases,
     "pass": attention_passes,
     "rows x columns": norm_cases,
-    "batch, steps, width": layer_cases,
+    "layer": layer_cases,
 }
 
 
