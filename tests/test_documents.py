@@ -40,7 +40,7 @@ def two_digits(x: float) -> str:
 
 def attention_cases(row: str, column: str) -> list[str]:
     causal, direction, dtype = re.fullmatch(r"(\w+) (\w+), (\w+)", column).groups()  # type: ignore[union-attr]
-    return [f"test_attention[{DTYPES[dtype]}-{direction}-{causal}-D{d}-N{row}]" for d in (64, 128)]
+    return [f"test_attention[D{d}-N{row}-{DTYPES[dtype]}-{direction}-{causal}]" for d in (64, 128)]
 
 
 def attention_passes(row: str, column: str) -> list[str]:
