@@ -59,8 +59,8 @@ SK_INLINE Vec<acc_t<T>> load_units(const T* p, int64_t n) {
 #endif
 }
 
-// The first n columns of rows k, k + 1, ..., a unit of them a lane; row(k) is null for zeros. SK_PAIRS: k is a unit's
-// first row.
+// As units: of the first n columns from `column` on, the numbers of the kTerms rows that a unit joins, row(0) and, of
+// pairs, row(1); null for zeros.
 template <class T, class RowAt>
 SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
 #if defined(SK_PAIRS)
