@@ -46,9 +46,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("isa", marked, indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts processes takes longest and comes first, so that workers come to their ends together."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What starts processes takes longest and comes first, so that workers come to their ends together.
+
+    In other types the tiers of bfloat16 would only repeat avx512.
+    """
+    repeated = [item for item in items if _repeats_avx512(getattr(item, "callspec", None))]
+    config.hook.pytest_deselected(items=repeated)
+    left = set(items).difference(repeated)
+    items[:] = [item for item in items if item in left]
     items.sort(key=lambda item: PROCESSES.isdisjoint(getattr(item, "fixturenames", ())))
+
+
+def _repeats_avx512(call: Any) -> bool:
+    parameters = call.params if call else {}
+    return parameters.get("isa") in _library.BF16_ISAS and parameters.get("dtype", torch.bfloat16) != torch.bfloat16
 
 
 @pytest.fixture(
