@@ -323,6 +323,18 @@ def test_gradients_only_for_what_needs_them(cell, wanted):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_gradients_of_weights_are_summed_in_float32(isa):
+    """Over many chunks of steps, and rounded once: each of 3000 tokens adds one."""
+    x = torch.ones(1000, 3, 2, dtype=torch.bfloat16)
+    weights = [torch.full((5, 2), 0.5), torch.zeros(5, 5), torch.zeros(5), torch.zeros(5)]
+    weights = [w.bfloat16().requires_grad_() for w in weights]
+    output, _ = seqkern.rnn_relu(x, None, weights)
+    grad_w_ih, grad_b_ih = torch.autograd.grad(output, (weights[0], weights[2]), torch.ones_like(output))
+    expected = torch.tensor(3000.0).bfloat16()
+    assert (grad_w_ih == expected).all()
+    assert (grad_b_ih == expected).all()
+
+
 def test_weights_have_gradients_of_their_own():
     model = seqkern.nn.LSTM(4, 7, bidirectional=True)
     model(sequence("lstm")[0])[0].sum().backward()
