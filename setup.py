@@ -86,7 +86,7 @@ class NinjaBuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name == NODE and not python_headers().joinpath("Python.h").exists():
-            raise CompileError("no Python headers: small norms keep their autograd nodes in Python, a few us slower")
+            raise CompileError("no Python headers: norms keep their autograd nodes in Python, a few us slower")
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
         build_dir = (ROOT / "build" / "ninja").resolve()
@@ -103,7 +103,7 @@ class NinjaBuildExt(build_ext):
             command += ["-j", jobs]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
             if node:
-                raise CompileError("small norms keep their autograd nodes in Python, see the compiler's message above")
+                raise CompileError("norms keep their autograd nodes in Python, see the compiler's message above")
             raise SystemExit("seqkern: the C++ build failed, see the compiler's message above")
 
     def get_ext_filename(self, fullname: str) -> str:

@@ -123,7 +123,7 @@ def describe_machine() -> list[tuple[str, str]]:
         ("seqkern", seqkern.__version__),
         ("processor", _processor_name()),
         ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
-        ("autograd nodes of small norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
+        ("autograd nodes of norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
         ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none: built without nvcc"),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
         ("backend", _library._backend),

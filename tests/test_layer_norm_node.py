@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 import sysconfig
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -297,3 +301,71 @@ def test_compiled_backward_of_other_options(nodes):
                 results = (f(x, (33,), w, eps) for f in (seqkern.rms_norm, torch.nn.functional.rms_norm))
             found, wanted = (torch.autograd.grad(each, leaves, cotangent) for each in results)
             torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("nodes", ["C++"], indirect=True)  # the others leave large norms to the op
+def test_large_norms_have_memory_of_the_pool():
+    leaves = tensors(600, 520)  # 2.4 MB, in float64
+    seqkern.release_memory()
+    output = norm(*leaves)
+    assert output.grad_fn.name() == "LayerNormNode"
+    found = torch.autograd.grad(output, leaves, torch.ones_like(output))
+    torch.testing.assert_close(found, torch.autograd.grad(expected(*leaves).sum(), leaves))
+    waiting = _library.waiting_memory()
+    del output
+    one = _library.waiting_memory() - waiting
+    assert one >= 600 * 520 * 8
+    del found
+    assert _library.waiting_memory() == waiting + 2 * one
+
+
+@pytest.mark.parametrize("nodes", ["C++"], indirect=True)
+def test_other_threads_run_during_a_large_norm():
+    leaves = tensors(4000, 4096, torch.float32)  # some ten milliseconds
+    norm(*leaves)
+    steps, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            steps[0] += 1
+            time.sleep(0)  # gives the global lock back
+
+    thread = threading.Thread(target=count)
+    interval = sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(60)  # from here on the other thread runs only where this one lets it
+        before = steps[0]
+        norm(*leaves)
+        assert steps[0] - before > 10  # one or two would pass in the gaps between calls
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+
+
+def resident():
+    """Bytes of memory that this process holds, without those that the C library has back but keeps."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not this C library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thread_keeps_no_large_memory(dtype):
+    """Neither for parameters of another dtype nor for gradients' sums."""
+    x, w, b = (t.to(dtype).detach() for t in tensors(1, 1 << 22, torch.float32))
+    leaves = [x.float().requires_grad_(), w.requires_grad_(), b.requires_grad_()]
+    try:
+        _library._set_cache_megabytes("0")
+        before = resident()
+        norm(*leaves).sum().backward()
+        grads = [t.grad for t in leaves]
+        for t in leaves:
+            t.grad = None
+        output = expected(*(t.float() for t in leaves))
+        torch.testing.assert_close(grads, list(torch.autograd.grad(output.sum(), leaves)))
+        del grads, output
+        assert resident() - before < 8 << 20  # either would be 16 MB or more
+    finally:
+        _library._set_cache_megabytes("512")

@@ -8,6 +8,7 @@
 
 extern "C" {
 struct PyObject;
+struct PyThreadState;
 using Py_ssize_t = std::ptrdiff_t;
 
 void Py_IncRef(PyObject*);
@@ -35,6 +36,8 @@ void* PyCapsule_GetPointer(PyObject*, const char* name);
 int PyErr_ExceptionMatches(PyObject*);
 PyObject* PyErr_Occurred();
 void PyErr_Clear();
+PyThreadState* PyEval_SaveThread();
+void PyEval_RestoreThread(PyThreadState*);
 
 struct PyMethodDef {
   const char* name;

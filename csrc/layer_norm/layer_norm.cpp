@@ -2,12 +2,15 @@
 #include "layer_norm.h"
 
 #include <algorithm>
+#include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "layer_norm_arguments.h"
 #include "layer_norm_direct.h"
+#include "parallel.h"
+#include "pool.h"
 #include "tensor.h"
 
 namespace seqkern {
@@ -15,11 +18,10 @@ namespace {
 
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 16384;
-// The partial sums of the parameter gradients: about so many chunks at most, and about so many elements in all, each
-// twice where the rows of a chunk are added in parts.
+// The partial sums of the parameter gradients: about so many chunks at most, and about so many elements in all.
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kPartialElements = int64_t{1} << 22;
-constexpr int64_t kLeastRows = 8;
+constexpr int64_t kLeastRows = 8;   // of a chunk, twice as many where there are plenty
 constexpr int64_t kMostRows = 512;  // of a chunk: longer sums in float32 would lose digits
 
 // How the rows of a backward pass are divided: by the shape alone, so that the order of every sum is the same on any
@@ -27,15 +29,17 @@ constexpr int64_t kMostRows = 512;  // of a chunk: longer sums in float32 would 
 // sums.
 struct Chunks {
   int64_t rows_per_chunk, count;
+  int64_t workers;  // each takes neighbouring chunks; the result does not depend on how many there are
   Chunks(int64_t rows, int64_t columns) {
     const int64_t width = std::max<int64_t>(1, columns);
     const int64_t most = std::clamp<int64_t>(kPartialElements / width, 4, kMaxChunks);
-    rows_per_chunk = std::min(kMostRows, std::max({kLeastRows, kGrainElements / width, (rows + most - 1) / most}));
+    const int64_t least = rows < 32 * kLeastRows ? kLeastRows : 2 * kLeastRows;
+    rows_per_chunk = std::min(kMostRows, std::max({least, kGrainElements / width, (rows + most - 1) / most}));
     if (rows_per_chunk < 2 * kRowsPerSum) rows_per_chunk = std::min(rows_per_chunk, kRowsPerSum);
     count = (rows + rows_per_chunk - 1) / rows_per_chunk;
+    const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, rows_per_chunk * columns));
+    workers = worker_count(count / grain);
   }
-  // Rows of the partial sums; a single one is the result.
-  int64_t sums() const { return rows_per_chunk > kRowsPerSum ? 2 * count : count; }
 };
 
 void run_forward(const LayerNormForward& args, int64_t rows) {
@@ -44,13 +48,21 @@ void run_forward(const LayerNormForward& args, int64_t rows) {
                               [&](int64_t begin, int64_t end) { forward(args, begin, end); });
 }
 
-// The sums for the parameters end in grad_weight and grad_bias (null where not needed).
-void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* grad_weight, void* grad_bias) {
+// In bytes, what one worker needs to add rows up in.
+size_t sums_size(int64_t columns, size_t acc_size) { return (2 * columns * acc_size + 63) / 64 * 64; }
+
+// The sums for the parameters end in grad_weight and grad_bias (null where not needed). `sums`: sums_size bytes for
+// each worker.
+void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* sums, void* grad_weight, void* grad_bias) {
   const auto& kernels = layer_norm_kernels();
-  const int64_t chunk_elements = std::max<int64_t>(1, chunks.rows_per_chunk * args.columns);
-  torch::stable::parallel_for(0, chunks.count, std::max<int64_t>(1, kGrainElements / chunk_elements),
-                              [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
-  if (chunks.sums() == 1) return;
+  const size_t size = sums_size(args.columns, args.dtype == Dtype::f64 ? 8 : 4);
+  torch::stable::parallel_for(0, chunks.workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) {
+      const auto first = [&](int64_t of) { return chunks.count * of / chunks.workers; };
+      kernels.backward(args, first(worker), first(worker + 1), static_cast<unsigned char*>(sums) + worker * size);
+    }
+  });
+  if (chunks.count == 1) return;
   const int64_t grain = kGrainElements / std::clamp<int64_t>(chunks.count, 1, kGrainElements);
   for (const auto& [partial, total] :
        {std::pair{args.grad_weight_partial, grad_weight}, std::pair{args.grad_bias_partial, grad_bias}}) {
@@ -147,8 +159,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   Tensor grad_input =
       dropout.active ? empty(x, {rows, columns}, input.scalar_type()) : empty(x, {0}, input.scalar_type());
   Tensor grad_weight = empty(x, {need_weight ? columns : 0}, acc), grad_bias = empty(x, {need_bias ? columns : 0}, acc);
-  Tensor weight_partial = chunks.sums() == 1 ? grad_weight : empty(x, {need_weight ? chunks.sums() : 0, columns}, acc);
-  Tensor bias_partial = chunks.sums() == 1 ? grad_bias : empty(x, {need_bias ? chunks.sums() : 0, columns}, acc);
+  Tensor weight_partial = chunks.count == 1 ? grad_weight : empty(x, {need_weight ? chunks.count : 0, columns}, acc);
+  Tensor bias_partial = chunks.count == 1 ? grad_bias : empty(x, {need_bias ? chunks.count : 0, columns}, acc);
   LayerNormBackward args{};
   args.dtype = dtype;
   args.centred = centred;
@@ -169,39 +181,61 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   args.rows_per_chunk = chunks.rows_per_chunk;
   args.grad_weight_partial = need_weight ? weight_partial.mutable_data_ptr() : nullptr;
   args.grad_bias_partial = need_bias ? bias_partial.mutable_data_ptr() : nullptr;
-  run_backward(args, chunks, need_weight ? grad_weight.mutable_data_ptr() : nullptr,
+  Tensor sums = empty(x, {chunks.workers * static_cast<int64_t>(sums_size(columns, acc == ScalarType::Double ? 8 : 4))},
+                      ScalarType::Byte);
+  run_backward(args, chunks, sums.mutable_data_ptr(), need_weight ? grad_weight.mutable_data_ptr() : nullptr,
                need_bias ? grad_bias.mutable_data_ptr() : nullptr);
   return {grad_residual, grad_input, grad_weight, grad_bias};
 }
 
 // ---- the short way --------------------------------------------------------------------------------------------------
 
-// Scratch that lives as long as the thread.
+// Memory for one call: a piece that lives as long as the thread, or where it is large, one of the pool or of this call
+// alone.
 class Scratch {
  public:
-  Scratch() : memory_(storage()) { memory_.clear(); }
-  // Reserve all that a call needs before taking any.
-  void reserve(size_t bytes) { memory_.reserve(bytes); }
-  void* take(size_t bytes) {
-    const size_t at = memory_.size();
-    memory_.resize(at + (bytes + 63) / 64 * 64);
-    return memory_.data() + at;
+  // `bytes`: all that the call will take. Pieces begin on cache lines: piece_size says what each adds.
+  explicit Scratch(size_t bytes) {
+    const size_t size = bytes + kLine;
+    void* memory;
+    if (size < kLarge) {
+      static thread_local std::vector<unsigned char> kept;
+      if (kept.size() < size) kept.resize(size);
+      memory = kept.data();
+    } else if ((memory = block_ = pool_take(size, block_size_)) == nullptr) {
+      own_.reset(new unsigned char[size]);
+      memory = own_.get();
+    }
+    next_ = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(memory) + kLine - 1) / kLine * kLine);
   }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    if (block_) pool_give(block_, block_size_);
+  }
+  static size_t piece_size(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+  void* take(size_t bytes) { return std::exchange(next_, next_ + piece_size(bytes)); }
 
  private:
-  static std::vector<unsigned char>& storage() {
-    static thread_local std::vector<unsigned char> memory;
-    return memory;
-  }
-  std::vector<unsigned char>& memory_;
+  static constexpr size_t kLine = 64, kLarge = size_t{1} << 20;
+  void* block_ = nullptr;
+  size_t block_size_ = 0;
+  std::unique_ptr<unsigned char[]> own_;
+  unsigned char* next_;
 };
 
 size_t acc_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
 bool is_acc(Dtype dtype, Dtype of) { return dtype == (of == Dtype::f64 ? Dtype::f64 : Dtype::f32); }
 
+// The scratch of a parameter, or of its gradient, in the accumulation type; and none where it has that already.
+size_t wide_size(const DirectNorm& norm) { return Scratch::piece_size(norm.columns * acc_size(norm.dtype)); }
+size_t wide_size(const DirectNorm& norm, Dtype dtype, const void* parameter) {
+  return !parameter || is_acc(dtype, norm.dtype) ? 0 : wide_size(norm);
+}
+
 const void* widened(const DirectNorm& norm, Dtype from, const void* parameter, Scratch& scratch) {
-  if (!parameter || is_acc(from, norm.dtype)) return parameter;
-  void* wide = scratch.take(norm.columns * acc_size(norm.dtype));
+  if (wide_size(norm, from, parameter) == 0) return parameter;
+  void* wide = scratch.take(wide_size(norm));
   layer_norm_kernels().widen(norm.dtype, from, norm.columns, parameter, wide);
   return wide;
 }
@@ -240,8 +274,7 @@ size_t statistics_size(const DirectNorm& norm) { return kHeader + 2 * norm.rows 
 
 void direct_forward(const DirectNorm& norm, const void* input, const void* residual, const void* weight,
                     const void* bias, void* output, void* sum, void* statistics) {
-  Scratch scratch;
-  scratch.reserve(2 * (norm.columns * acc_size(norm.dtype) + 64));
+  Scratch scratch(wide_size(norm, norm.weight_dtype, weight) + wide_size(norm, norm.bias_dtype, bias));
   LayerNormForward args = forward_arguments(norm, input, statistics);
   args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.bias = widened(norm, norm.bias_dtype, bias, scratch);
@@ -255,10 +288,17 @@ void direct_forward(const DirectNorm& norm, const void* input, const void* resid
 void direct_backward(const DirectNorm& norm, const void* statistics, const void* grad_output, const void* grad_sum,
                      const void* input, const void* weight, void* grad_input, void* grad_weight, void* grad_bias) {
   const Chunks chunks(norm.rows, norm.columns);
-  const size_t size = acc_size(norm.dtype), partial = (chunks.sums() * norm.columns * size + 63) / 64 * 64;
-  Scratch scratch;
-  scratch.reserve(statistics_size(norm) + 64 + 3 * (norm.columns * size + 64) + 2 * partial);
-  if (!statistics || *static_cast<const size_t*>(statistics) != statistics_size(norm)) {
+  const size_t size = acc_size(norm.dtype), sums = chunks.workers * sums_size(norm.columns, size);
+  // Each gradient of a parameter: its partial sums, and where they are added up.
+  const size_t partial = chunks.count == 1 ? 0 : Scratch::piece_size(chunks.count * norm.columns * size);
+  const auto parameter_size = [&](Dtype dtype, const void* grad) {
+    return grad ? partial + wide_size(norm, dtype, grad) : 0;
+  };
+  const bool again = !statistics || *static_cast<const size_t*>(statistics) != statistics_size(norm);
+  Scratch scratch((again ? Scratch::piece_size(statistics_size(norm)) : 0) + Scratch::piece_size(sums) +
+                  wide_size(norm, norm.weight_dtype, weight) + parameter_size(norm.weight_dtype, grad_weight) +
+                  parameter_size(norm.bias_dtype, grad_bias));
+  if (again) {
     void* found = scratch.take(statistics_size(norm));
     run_forward(forward_arguments(norm, input, found), norm.rows);
     statistics = found;
@@ -280,16 +320,16 @@ void direct_backward(const DirectNorm& norm, const void* statistics, const void*
   args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.grad_residual = grad_input;
   args.rows_per_chunk = chunks.rows_per_chunk;
-  const auto sums = [&](void* grad, Dtype dtype) -> std::pair<void*, void*> {  // partial sums, and where they are added
+  const auto partial_sums = [&](void* grad, Dtype dtype) -> std::pair<void*, void*> {
     if (!grad) return {nullptr, nullptr};
-    void* total = is_acc(dtype, norm.dtype) ? grad : scratch.take(norm.columns * size);
-    return {chunks.sums() == 1 ? total : scratch.take(partial), total};
+    void* total = is_acc(dtype, norm.dtype) ? grad : scratch.take(wide_size(norm));
+    return {partial ? scratch.take(partial) : total, total};
   };
-  const auto [weight_partial, weight_total] = sums(grad_weight, norm.weight_dtype);
-  const auto [bias_partial, bias_total] = sums(grad_bias, norm.bias_dtype);
+  const auto [weight_partial, weight_total] = partial_sums(grad_weight, norm.weight_dtype);
+  const auto [bias_partial, bias_total] = partial_sums(grad_bias, norm.bias_dtype);
   args.grad_weight_partial = weight_partial;
   args.grad_bias_partial = bias_partial;
-  run_backward(args, chunks, weight_total, bias_total);
+  run_backward(args, chunks, scratch.take(sums), weight_total, bias_total);
   const auto narrow = layer_norm_kernels().narrow;
   if (weight_total != grad_weight) narrow(norm.dtype, norm.weight_dtype, norm.columns, weight_total, grad_weight);
   if (bias_total != grad_bias) narrow(norm.dtype, norm.bias_dtype, norm.columns, bias_total, grad_bias);

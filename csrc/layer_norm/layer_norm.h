@@ -50,13 +50,14 @@ struct LayerNormBackward {
   Dropout dropout;
   void* grad_input;           // (rows, columns), contiguous, when there is dropout
   int64_t rows_per_chunk;     // chunk c owns rows [c * rows_per_chunk, (c + 1) * rows_per_chunk)
-  void* grad_weight_partial;  // (chunks, columns) or null; as much again behind it where a chunk has over kRowsPerSum
+  void* grad_weight_partial;  // (chunks, columns) or null
   void* grad_bias_partial;    // the same
 };
 
 struct LayerNormKernels {
   void (*forward)(const LayerNormForward&, int64_t row_begin, int64_t row_end);
-  void (*backward)(const LayerNormBackward&, int64_t chunk_begin, int64_t chunk_end);
+  // scratch: 2 * columns numbers of the accumulation type of `dtype`, this call's alone.
+  void (*backward)(const LayerNormBackward&, int64_t chunk_begin, int64_t chunk_end, void* scratch);
   // total[c] = sum over chunks, in order, of partial[chunk, c], for the columns [begin, end).
   void (*reduce)(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, void* total, int64_t begin,
                  int64_t end);

@@ -12,33 +12,38 @@
 // `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass finds
 // `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
 //
-// A row is read from memory once: the later passes over it find it in cache. The second pass goes by cache lines, so
-// that rows whose distance is a multiple of 4096 bytes, which all fall on the same few lines of the cache, do not push
-// each other out between the halves of a line. The sums for the parameters are kept for chunks of rows whose number
-// depends on the shape alone, in a chunk by parts of kRowsPerSum rows, then added over the chunks in order: the same
-// bits on any number of threads.
+// A row is read from memory once: the later passes over it find it in cache. The sums for the parameters are kept for
+// chunks of rows whose number depends on the shape alone, in a chunk by parts of kRowsPerSum rows, then added over the
+// chunks in order: the same bits on any number of threads. A part is added up in memory of the thread's that stays in
+// cache from chunk to chunk. The backward pass writes by cache lines, so that rows whose distance is a multiple of 4096
+// bytes, which all fall on the same few lines of the cache, do not push each other out between the halves of a line.
 //
-// While the second pass calculates, it asks for what comes next: the lines that it will write 2 KiB further on, so that
-// the memory works in both directions at once, and, where a row is short enough to stay beside this one in the nearest
-// cache, the next row to read. On 2 cores of a Zen 3, float32, times the speed of four rows at a time, the lines to be
-// written asked for in the first pass: 4096 x 768 forward 1.05 to 1.35, backward 1.1 to 1.45; 8192 x 1024 backward 1.8
-// to 2.5; 256 x 16384 backward 1.0 to 1.35; the least where others kept the memory busy.
+// What is asked of the memory ahead depends on the length of a row. Short ones of 4-byte elements: the next row, into
+// the second cache, while this one is written; of 2-byte elements: into the nearest, and the lines that will be written
+// 2 KiB further on. Long ones: the lines to be written, in the first pass, and two rows at a time backward. Times the
+// speed of asking for both everywhere (2 cores of a Zen 4, AVX-512, from memory, one thread and two): float32 4096 x
+// 768 forward 1.3 to 1.55 and 1.0 to 1.3, 8192 x 1024 1.3 to 1.5 and 1.1 to 1.25, backward 2048 x 4096 1.2 and 1.15,
+// 256 x 16384 1.15 and 1.1; bfloat16 backward, one row at a time up to 2048 columns, 1.15 to 1.3 and 1.1 to 1.3.
 //
 // bfloat16 on AVX2 goes by two vectors at once (pair.h): on one core of a Zen 3, 2048 x 768, 1.38 to 1.5 times as fast
 // forward and 1.32 to 1.46 forward and backward as by one.
 //
-// Tried and lost on a Zen 3: two and four rows at a time in the backward pass of float32, for fewer loads and stores of
-// the sums (4096 x 768 1.35 and 1.5 times the time of one: they leave the nearest cache; bfloat16 gains a tenth by
-// two; on a Zen 4 with AVX-512 and two threads, one row and the next one asked for take 0.8 to 0.9 of the time); the
-// backward pass from the last chunk to the first, whose rows the forward pass read last (within 1 % either way from
-// 4096 x 768 to 256 x 16384); stores past the caches (4096 x 768 3 to 8 % faster, what reads the result 1.3 to 1.45
-// times slower; and 4 times slower backward from 1024 columns on).
+// Tried and lost on a Zen 4: one row normalised while the next one is summed up, in one loop (in cache 1.25 times as
+// fast; from memory 0.92 to 0.96 of the speed, 0.75 of what asking ahead gives: reading and writing by turns suits the
+// memory better than both at once); asking for two or three rows ahead; several rows at a time where they are short
+// (float32 4096 x 768 backward 0.73 to 0.88 of the speed) and four or eight where they are long; lines asked for once
+// where rows of 2-byte elements are over 4 KiB (0.88).
+//
+// Tried and lost on a Zen 3: the backward pass from the last chunk to the first, whose rows the forward pass read last
+// (within 1 % either way from 4096 x 768 to 256 x 16384); stores past the caches (4096 x 768 3 to 8 % faster, what
+// reads the result 1.3 to 1.45 times slower; and 4 times slower backward from 1024 columns on).
 //
 // Tried and lost (AVX-512, 2 cores of an Intel server, medians): Welford's update (a division and a dependent chain a
 // vector); x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the
 // mean (11 % more than the guessed pivot at 64 x 768); one row at a time in the backward pass (1.2 times the time of
-// two at 64 x 768); prefetching the next rows to read (20 to 40 % slower at 4096 x 768, so not done there); stores past
-// the caches (norm alone up to 25 % faster, norm and whatever reads its result 1.5 to 1.9 times slower).
+// two at 64 x 768); prefetching the next rows to read into the nearest cache (20 to 40 % slower at 4096 x 768, so
+// nothing is read ahead there); stores past the caches (norm alone up to 25 % faster, norm and whatever reads its
+// result 1.5 to 1.9 times slower).
 #include "layer_norm.h"
 #include "pair.h"
 #include "philox.h"
@@ -50,10 +55,15 @@ namespace {
 
 // Independent sums, to cover the latency of the addition.
 constexpr int kUnroll = 4;
-// In bytes: a cache line, how far ahead lines are asked for that will be written, and the longest row after which it
-// pays to ask for the next one, where it pays.
-constexpr int64_t kLine = 64, kWrittenAhead = 2048, kReadAhead = 8192;
-SK_INLINE bool reads_ahead(int64_t row_bytes) { return row_bytes <= kReadAhead && (SK_VEC_BYTES < 64 || is_amd()); }
+// In bytes: a cache line, the longest row of which several stay in the nearest cache, and how far ahead lines are asked
+// for that will be written.
+constexpr int64_t kLine = 64, kShortRow = 8192, kWrittenAhead = 2048;
+template <class T>
+SK_INLINE bool is_short(int64_t columns) {
+  return columns * static_cast<int64_t>(sizeof(T)) <= kShortRow;
+}
+// Whether short rows are asked for while the one before is written.
+SK_INLINE bool reads_ahead() { return SK_VEC_BYTES < 64 || is_amd(); }
 
 // Calls body(column, slot, unit) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
 // part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds
@@ -106,15 +116,38 @@ SK_INLINE A root(A x) {
   return sizeof(A) == 8 ? A(__builtin_sqrt(x)) : A(__builtin_sqrtf(x));
 }
 
-// Asks for the line of row[column] to be read, or written, soon; beyond the end of the row is the beginning of the
-// next.
+template <class A>
+SK_INLINE bool any_lane(IVec<A> mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(bit_cast<__m512i>(mask), bit_cast<__m512i>(mask)) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256(bit_cast<__m256i>(mask), bit_cast<__m256i>(mask));
+#else
+  bool any = false;
+  for (int i = 0; i < W<A>; ++i) any |= mask[i] != 0;
+  return any;
+#endif
+}
+
+// Whether a cache line of a row begins with this slot of for_columns. Of 2-byte elements each half is asked for: where
+// rows are long the first question is often in vain.
+template <class T>
+SK_INLINE bool begins_line(int slot) {
+  return sizeof(T) == 2 || slot * W<acc_t<T>> * static_cast<int64_t>(sizeof(T)) % kLine == 0;
+}
+// Asks for the line of row[column], to be read in the next row, or to be written.
 template <class T>
 SK_INLINE void will_read(const T* row, int64_t column) {
-  __builtin_prefetch(row + column, 0, 3);
+  __builtin_prefetch(row + column, 0, sizeof(T) == 2 ? 3 : 2);
 }
 template <class T>
 SK_INLINE void will_write(const T* row, int64_t column) {
-  __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWrittenAhead, 1, 3);
+  __builtin_prefetch(row + column, 1, 3);
+}
+// Of the row that is being written, in a short row whose next one is asked for.
+template <class T>
+SK_INLINE void will_write_on(const T* row, int64_t column) {
+  if (sizeof(T) == 2) __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWrittenAhead, 1, 3);
 }
 
 // Mean and spread of a row: the mean as pivot + shift.
@@ -144,73 +177,77 @@ __attribute__((noinline)) Deviations<acc_t<T>> careful_deviations(const T* x, in
   return {pivot, static_cast<A>(mean - pivot), static_cast<A>(1 / __builtin_sqrt(variance + eps))};
 }
 
-// One reading is enough when the pivot, the mean of the row's first elements, turns out to lie within half a standard
-// deviation of the mean; else the mean becomes the pivot.
-template <class T, bool Centred>
-SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps) {
+// The pivot: the mean of a row's first elements.
+template <class T>
+SK_INLINE acc_t<T> pivot_of(const T* x, int64_t columns) {
   using A = acc_t<T>;
-  Deviations<A> r{};
-  A variance;
-  Vec<A> lanes;
-  if constexpr (Centred) {
-    const int64_t head = columns < kUnroll * W<A> ? columns : kUnroll * W<A>;
-    const A share = A(1) / A(head);
-    Sum<A> sum;  // of x / n, not of x: it stays below the largest x
-    for_columns<A, Vec<A>>(
-        head, [&](int64_t c, int u, auto) { sum.part[u] += load(x + c) * share; },
-        [&](int64_t c, int64_t n) { sum.part[0] += load_partial(x + c, n) * share; });
-    r.pivot = sum.total();
-    for (int reading = 0;; ++reading) {
-      Sum<A> first, second;
-      for_columns<A, Unit<T>>(
-          columns,
-          [&](int64_t c, int u, auto unit) {
-            const auto d = load_as<decltype(unit)>(x + c) - r.pivot;
-            first.add(u, d);
-            second.add(u, d * d);
-          },
-          [&](int64_t c, int64_t n) {
-            const Vec<A> d = keep_first<A>(load_partial(x + c, n) - r.pivot, n);
-            first.part[0] += d;
-            second.part[0] += d * d;
-          },
-          first, second);
-      r.shift = first.total() / A(columns);
-      lanes = second.lanes();
-      const A mean_square = sum_lanes<A>(lanes) / A(columns), square = r.shift * r.shift;
-      variance = mean_square < square ? A(0) : mean_square - square;
-      if (reading == 1 || A(4) * square <= variance) break;
-      r.pivot += r.shift;
-    }
+  Vec<A> sum;  // of x / n, not of x: it stays below the largest x
+  if (columns >= kUnroll * W<A>) {
+    Vec<A> part[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) part[u] = load(x + u * W<A>) * (A(1) / A(kUnroll * W<A>));
+    sum = (part[0] + part[1]) + (part[2] + part[3]);
   } else {
-    Sum<A> square;
-    for_columns<A, Unit<T>>(
-        columns,
-        [&](int64_t c, int u, auto unit) {
-          const auto v = load_as<decltype(unit)>(x + c);
-          square.add(u, v * v);
-        },
-        [&](int64_t c, int64_t n) {
-          const Vec<A> v = load_partial(x + c, n);
-          square.part[0] += v * v;
-        },
-        square);
-    lanes = square.lanes();
-    variance = sum_lanes<A>(lanes) / A(columns);
+    sum = Vec<A>{};
+    for (int64_t c = 0; c < columns; c += W<A>) {
+      const int64_t n = columns - c < W<A> ? columns - c : W<A>;
+      sum += load_upto(x + c, n) * (A(1) / A(columns));
+    }
   }
-  r.rstd = A(1) / root(A(variance + A(eps)));
-  if constexpr (sizeof(A) == 4) {
-    const A heaviest = max_lanes<A>(lanes) / A(columns);
-    const bool outweighed = columns > 4 * kUnroll * W<A> && heaviest > A(0.5) * (variance + r.shift * r.shift);
-    if (outweighed || !(variance <= A(3e38))) return careful_deviations<T, Centred>(x, columns, eps);
-  }
-  return r;
+  return sum_lanes<A>(sum);
 }
 
-// Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is. `ahead`: to the next
-// row to read, in rows.
+template <class T, bool Centred>
+__attribute__((noinline)) Deviations<acc_t<T>> deviations_again(const T* x, int64_t columns, double eps,
+                                                                acc_t<T> pivot);
+
+// One reading is enough when the pivot turns out to lie within half a standard deviation of the mean; else the mean
+// becomes the pivot. `Asks` meanwhile for the lines of the row `written`.
+template <class T, bool Centred, bool Asks>
+SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps, acc_t<T> pivot, const T* written,
+                                          bool again) {
+  using A = acc_t<T>;
+  Sum<A> first, second;
+  for_columns<A, Unit<T>>(
+      columns,
+      [&](int64_t c, int u, auto unit) {
+        if (Asks && begins_line<T>(u)) will_write(written, c);
+        auto d = load_as<decltype(unit)>(x + c);
+        if constexpr (Centred) {
+          d = d - pivot;
+          first.add(u, d);
+        }
+        second.add(u, d * d);
+      },
+      [&](int64_t c, int64_t n) {
+        Vec<A> d = load_partial(x + c, n);
+        if constexpr (Centred) {
+          d = keep_first<A>(d - pivot, n);
+          first.part[0] += d;
+        }
+        second.part[0] += d * d;
+      },
+      first, second);
+  const Vec<A> lanes = second.lanes();
+  const A share = A(1) / A(columns), shift = Centred ? first.total() / A(columns) : A(0), square = shift * shift;
+  const A mean_square = sum_lanes<A>(lanes) * share, variance = mean_square < square ? A(0) : mean_square - square;
+  if (Centred && !again && __builtin_expect(!(A(4) * square <= variance), 0))
+    return deviations_again<T, Centred>(x, columns, eps, pivot + shift);
+  if constexpr (sizeof(A) == 4) {
+    const A half = A(0.5) * (variance + square);
+    const bool outweighed = columns > 4 * kUnroll * W<A> && any_lane<A>(lanes * share > half);
+    if (__builtin_expect(outweighed || !(variance <= A(3e38)), 0))
+      return careful_deviations<T, Centred>(x, columns, eps);
+  }
+  return {pivot, shift, A(1) / root(A(variance + A(eps)))};
+}
+template <class T, bool Centred>
+Deviations<acc_t<T>> deviations_again(const T* x, int64_t columns, double eps, acc_t<T> pivot) {
+  return deviations<T, Centred, false>(x, columns, eps, pivot, nullptr, true);
+}
+
+// Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is.
 template <class T>
-SK_INLINE void add_row(const LayerNormForward& p, int64_t row, int64_t ahead, DropoutRow<acc_t<T>>& dropout, T* s) {
+SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<T>>& dropout, T* s) {
   using A = acc_t<T>;
   const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
   const T* r = static_cast<const T*>(p.residual) + row * p.residual_stride;
@@ -222,14 +259,10 @@ SK_INLINE void add_row(const LayerNormForward& p, int64_t row, int64_t ahead, Dr
           store_partial(s + c, dropout.apply(load_partial(x + c, n), c) + load_partial(r + c, n), n);
         });
   } else {
-    const T *next_x = x + ahead * p.input_stride, *next_r = r + ahead * p.residual_stride;
     for_columns<A, Unit<T>>(
         p.columns,
         [&](int64_t c, int, auto unit) {
           using U = decltype(unit);
-          will_write(s, c);
-          will_read(next_x, c);
-          will_read(next_r, c);
           store_as<U>(s + c, load_as<U>(x + c) + load_as<U>(r + c));
         },
         [&](int64_t c, int64_t n) { store_partial(s + c, load_partial(x + c, n) + load_partial(r + c, n), n); });
@@ -242,37 +275,45 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
-  const bool short_rows = reads_ahead(columns * static_cast<int64_t>(sizeof(T)));
+  const bool ahead = reads_ahead() && is_short<T>(columns);
   DropoutRow<A> dropout;
   for (int64_t row = row_begin; row < row_end; ++row) {
+    const bool more = ahead && row + 1 < row_end;
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
-    const int64_t ahead = short_rows && row + 1 < row_end;
-    const T* next = x + ahead * p.input_stride;
+    const T *next = x + more * p.input_stride, *next_residual = nullptr;
     if (p.residual) {
+      next_residual = static_cast<const T*>(p.residual) + (row + more) * p.residual_stride;
       T* s = static_cast<T*>(p.sum) + row * columns;
-      add_row<T>(p, row, ahead, dropout, s);
-      x = next = s;
+      add_row<T>(p, row, dropout, s);
+      x = s;
     }
+    T* y = p.output ? static_cast<T*>(p.output) + row * columns : nullptr;
 
-    const Deviations<A> found = deviations<T, Centred>(x, columns, p.eps);
-    const A pivot = found.pivot, shift = found.shift, rstd = found.rstd;
-    if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + shift;
+    const A first = Centred ? pivot_of(x, columns) : A(0);
+    const auto found = ahead || !y ? deviations<T, Centred, false>(x, columns, p.eps, first, nullptr, false)
+                                   : deviations<T, Centred, true>(x, columns, p.eps, first, y, false);
+    const A pivot = found.pivot, rstd = found.rstd, offset = -(found.shift * rstd);
+    if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + found.shift;
     if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
-    if (!p.output) continue;
+    if (!y) continue;
 
-    T* y = static_cast<T*>(p.output) + row * columns;
-    const auto second_pass = [&](auto affine) {
+    const auto second_pass = [&](auto affine, auto asks) {
       constexpr bool Affine = decltype(affine)::value;  // with weight and bias, else with or without either
+      constexpr bool Asks = decltype(asks)::value;      // for the next row
       const auto normalise = [&](auto v, auto w, auto b) {
-        if constexpr (Centred) v = (v - pivot) - shift;
-        return v * rstd * w + b;
+        if constexpr (Centred) v = (v - pivot) * rstd + broadcast_as<decltype(v)>(offset);
+        else v = v * rstd;
+        return v * w + b;
       };
       for_columns<A, Unit<T>>(
           columns,
-          [&](int64_t c, int, auto unit) {
+          [&](int64_t c, int u, auto unit) {
             using U = decltype(unit);
-            will_write(y, c);
-            will_read(next, c);
+            if (Asks && begins_line<T>(u)) {
+              will_read(next, c);
+              if (next_residual) will_read(next_residual, c);
+              will_write_on(y, c);
+            }
             const U w = Affine || weight ? load_as<U>(weight + c) : broadcast_as<U>(A(1));
             const U b = Affine || bias ? load_as<U>(bias + c) : U{};
             store_as<U>(y + c, normalise(load_as<U>(x + c), w, b));
@@ -282,8 +323,12 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
             store_partial(y + c, normalise(load_partial(x + c, n), w, bias ? load_partial(bias + c, n) : Vec<A>{}), n);
           });
     };
-    if (weight && bias) second_pass(std::true_type{});
-    else second_pass(std::false_type{});
+    const auto choose = [&](auto affine) {
+      if (ahead) second_pass(affine, std::true_type{});
+      else second_pass(affine, std::false_type{});
+    };
+    if (weight && bias) choose(std::true_type{});
+    else choose(std::false_type{});
   }
 }
 
@@ -293,12 +338,12 @@ struct RowGradient {
   using A = acc_t<T>;
   const T *x, *dy, *grad_sum;
   T *grad_residual, *grad_input;
-  A mean, shift, rstd, mean_g, mean_gx;
+  A mean, offset, rstd, mean_g, minus_mean_gx;  // xhat = (x - mean) * rstd + offset
   DropoutRow<A> dropout;
 };
 
-template <class T, bool Centred>
-SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, RowGradient<T>& r) {
+template <class T, bool Centred, bool Full>
+SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, bool ahead, RowGradient<T>& r) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
@@ -323,8 +368,9 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, RowGradient<T
       columns,
       [&](int64_t c, int u, auto unit) {
         using U = decltype(unit);
+        if (!ahead && begins_line<T>(u)) will_write(r.grad_residual, c);
         const U g = load_as<U>(r.dy + c);
-        accumulate(load_as<U>(r.x + c) - r.mean, weight ? rounded(g * load_as<U>(weight + c)) : g, u);
+        accumulate(load_as<U>(r.x + c) - r.mean, Full || weight ? rounded(g * load_as<U>(weight + c)) : g, u);
       },
       [&](int64_t c, int64_t n) {
         const Vec<A> d = keep_first<A>(load_partial(r.x + c, n) - r.mean, n);
@@ -332,45 +378,55 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, RowGradient<T
         accumulate(d, rounded(load_partial(r.dy + c, n) * w), 0);
       },
       sum_d, sum_g, sum_gd);
-  r.shift = Centred ? sum_d.total() / A(columns) : A(0);
+  const A shift = Centred ? sum_d.total() / A(columns) : A(0);
+  r.offset = -(shift * r.rstd);
   r.mean_g = Centred ? sum_g.total() / A(columns) : A(0);
-  r.mean_gx = (sum_gd.total() / A(columns) - r.shift * r.mean_g) * r.rstd;
+  r.minus_mean_gx = (shift * r.mean_g - sum_gd.total() / A(columns)) * r.rstd;
 }
 
-// The gradients of `Rows` rows, and their share of dweight and dbias. `Added`: with grad_sum or dropout.
-template <class T, bool Centred, bool Added, int Rows>
-SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* dw, acc_t<T>* db) {
+// The gradients of `Rows` rows, and their share of dweight and dbias: added to dw and db, or written where these are
+// the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db, else with or without each.
+template <class T, bool Centred, bool Added, bool Full, int Rows>
+SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first, acc_t<T>* dw, acc_t<T>* db) {
   using A = acc_t<T>;
   const A* weight = static_cast<const A*>(p.weight);
+  const int64_t columns = p.columns;
+  const bool ahead = reads_ahead() && is_short<T>(columns);
+  const int64_t step = row + 2 * Rows <= p.rows ? Rows : 0;  // to the next rows to read
   RowGradient<T> rows[Rows];
-  for (int i = 0; i < Rows; ++i) first_pass<T, Centred>(p, row + i, rows[i]);
-  const bool short_rows = reads_ahead(p.columns * static_cast<int64_t>(sizeof(T)));
-  const int64_t ahead = short_rows && row + 2 * Rows <= p.rows ? Rows : 0;
+  for (int i = 0; i < Rows; ++i) first_pass<T, Centred, Full>(p, row + i, ahead, rows[i]);
 
   // Of `Units` units of columns, or of the first n < W columns of one, in all rows.
   const auto block = [&](int64_t begin, int64_t n, auto unit, auto units) {
     using U = decltype(unit);
     constexpr int Units = decltype(units)::value;
     constexpr int64_t width = kVectors<U> * W<A>;
-    U w[Units], sum_w[Units] = {}, sum_b[Units] = {};
-    for (int u = 0; u < Units; ++u)
-      w[u] = weight ? load_upto_as<U>(weight + begin + u * width, n) : broadcast_as<U>(A(1));
+    U w[Units], sum_w[Units], sum_b[Units];
+    for (int u = 0; u < Units; ++u) {
+      const int64_t c = begin + u * width;
+      w[u] = Full || weight ? load_upto_as<U>(weight + c, n) : broadcast_as<U>(A(1));
+      sum_w[u] = !first && (Full || dw) ? load_upto_as<U>(dw + c, n) : U{};
+      sum_b[u] = !first && (Full || db) ? load_upto_as<U>(db + c, n) : U{};
+    }
     for (int i = 0; i < Rows; ++i) {
       RowGradient<T>& r = rows[i];
-      will_write(r.grad_residual, begin);
-      will_read(r.x + ahead * p.input_stride, begin);
-      will_read(r.dy + ahead * p.grad_output_stride, begin);
+      if (ahead) {
+        will_read(r.x + step * p.input_stride, begin);
+        will_read(r.dy + step * p.grad_output_stride, begin);
+        if (Added && r.grad_sum) will_read(r.grad_sum + step * p.grad_sum_stride, begin);
+        will_write_on(r.grad_residual, begin);
+      }
       for (int u = 0; u < Units; ++u) {
         const int64_t c = begin + u * width;
-        const U x = load_upto_as<U>(r.x + c, n), dout = load_upto_as<U>(r.dy + c, n);
-        U xhat = x;
-        if constexpr (Centred) xhat = (x - r.mean) - r.shift;
-        xhat = xhat * r.rstd;
+        const U x = load_upto_as<U>(r.x + c, n), dout = rounded(load_upto_as<U>(r.dy + c, n));  // loaded once
+        U xhat;
+        if constexpr (Centred) xhat = (x - r.mean) * r.rstd + broadcast_as<U>(r.offset);
+        else xhat = x * r.rstd;
         sum_w[u] += dout * xhat;
         sum_b[u] += dout;
         // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
         const U g = rounded(dout * w[u]);
-        U total = (g - r.mean_g - xhat * r.mean_gx) * r.rstd;
+        U total = (xhat * r.minus_mean_gx + (g - r.mean_g)) * r.rstd;
         if (Added && r.grad_sum) total += load_upto_as<U>(r.grad_sum + c, n);
         store_upto_as(r.grad_residual + c, total, n);
         if constexpr (Added && kVectors<U> == 1)
@@ -379,56 +435,51 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, acc_t<T>* 
     }
     for (int u = 0; u < Units; ++u) {
       const int64_t c = begin + u * width;
-      if (dw) store_upto_as(dw + c, load_upto_as<U>(dw + c, n) + sum_w[u], n);
-      if (db) store_upto_as(db + c, load_upto_as<U>(db + c, n) + sum_b[u], n);
+      if (Full || dw) store_upto_as(dw + c, sum_w[u], n);
+      if (Full || db) store_upto_as(db + c, sum_b[u], n);
     }
   };
   int64_t c = 0;
   const auto lines = [&](auto unit) {
     constexpr int64_t width = kVectors<decltype(unit)> * W<A>, line = kLine / static_cast<int64_t>(sizeof(T));
     constexpr int units = width < line ? static_cast<int>(line / width) : 1;
-    for (; c + units * width <= p.columns; c += units * width)
+    for (; c + units * width <= columns; c += units * width)
       block(c, width, unit, std::integral_constant<int, units>{});
   };
   if constexpr (kInPairs<T>) {
     if (!p.dropout.active) lines(Pair{});
   }
   lines(Vec<A>{});
-  for (; c < p.columns; c += W<A>) block(c, p.columns - c, Vec<A>{}, std::integral_constant<int, 1>{});
+  for (; c < columns; c += W<A>) block(c, columns - c, Vec<A>{}, std::integral_constant<int, 1>{});
 }
 
-// One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias.
+// One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias. `scratch`: 2 * columns, where
+// the rows are added up; it stays in cache from chunk to chunk.
 template <class T, bool Centred, bool Added>
-void backward_chunk(const LayerNormBackward& p, int64_t chunk) {
+void backward_chunk(const LayerNormBackward& p, int64_t chunk, acc_t<T>* scratch) {
   using A = acc_t<T>;
-  constexpr int kRows = kInPairs<T> || SK_VEC_BYTES == 64 ? 2 : 1;
-  const bool together = sizeof(T) == 2 || !is_amd();
-  const int64_t columns = p.columns, chunks = (p.rows + p.rows_per_chunk - 1) / p.rows_per_chunk;
+  constexpr int kRows = 2;
+  const int64_t columns = p.columns;
+  const bool together = kInPairs<T> || !is_short<A>(columns) || (SK_VEC_BYTES == 64 && !is_amd());
   int64_t row = chunk * p.rows_per_chunk;
-  const int64_t row_end = row + p.rows_per_chunk < p.rows ? row + p.rows_per_chunk : p.rows;
-  const bool in_parts = p.rows_per_chunk > kRowsPerSum;
-  const auto clear = [&](A* sums) {
-    for (int64_t c = 0; sums && c < columns; ++c) sums[c] = 0;
-  };
-  const auto fold = [&](A* sums, A* part) {
-    for (int64_t c = 0; sums && c < columns; ++c) sums[c] += part[c];
-    clear(part);
-  };
+  const int64_t row_begin = row, row_end = row + p.rows_per_chunk < p.rows ? row + p.rows_per_chunk : p.rows;
   A* dw = p.grad_weight_partial ? static_cast<A*>(p.grad_weight_partial) + chunk * columns : nullptr;
   A* db = p.grad_bias_partial ? static_cast<A*>(p.grad_bias_partial) + chunk * columns : nullptr;
-  A* dw_part = dw && in_parts ? dw + chunks * columns : dw;
-  A* db_part = db && in_parts ? db + chunks * columns : db;
-  for (A* sums : {dw, db, dw_part, db_part}) clear(sums);
-
+  A *dw_part = dw ? scratch : nullptr, *db_part = db ? scratch + columns : nullptr;
+  const auto rows_until = [&](int64_t end, auto full) {
+    constexpr bool Full = decltype(full)::value;
+    const int64_t begin = row;
+    for (; together && row + kRows <= end; row += kRows)
+      backward_rows<T, Centred, Added, Full, kRows>(p, row, row == begin, dw_part, db_part);
+    for (; row < end; ++row) backward_rows<T, Centred, Added, Full, 1>(p, row, row == begin, dw_part, db_part);
+  };
   while (row < row_end) {
-    const int64_t part_end = in_parts && row + kRowsPerSum < row_end ? row + kRowsPerSum : row_end;
-    for (; together && row + kRows <= part_end; row += kRows)
-      backward_rows<T, Centred, Added, kRows>(p, row, dw_part, db_part);
-    for (; row < part_end; ++row) backward_rows<T, Centred, Added, 1>(p, row, dw_part, db_part);
-    if (in_parts) {
-      fold(dw, dw_part);
-      fold(db, db_part);
-    }
+    const bool first = row == row_begin;
+    const int64_t part_end = row + kRowsPerSum < row_end ? row + kRowsPerSum : row_end;
+    if (p.weight && dw && db) rows_until(part_end, std::true_type{});
+    else rows_until(part_end, std::false_type{});
+    for (int64_t c = 0; c < columns && dw; ++c) dw[c] = first ? dw_part[c] : dw[c] + dw_part[c];
+    for (int64_t c = 0; c < columns && db; ++c) db[c] = first ? db_part[c] : db[c] + db_part[c];
   }
 }
 
@@ -454,14 +505,20 @@ void forward(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {
   SK_DISPATCH(p.dtype, (p.centred ? forward_rows<T, true> : forward_rows<T, false>)(p, row_begin, row_end));
 }
 
-void backward(const LayerNormBackward& p, int64_t chunk_begin, int64_t chunk_end) {
+template <class T>
+void backward_chunks(const LayerNormBackward& p, int64_t chunk_begin, int64_t chunk_end, void* scratch) {
+  acc_t<T>* const sums = static_cast<acc_t<T>*>(scratch);
   const bool added = p.grad_sum || p.dropout.active;
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-    if (p.centred && added) SK_DISPATCH(p.dtype, backward_chunk<T, true, true>(p, chunk));
-    else if (p.centred) SK_DISPATCH(p.dtype, backward_chunk<T, true, false>(p, chunk));
-    else if (added) SK_DISPATCH(p.dtype, backward_chunk<T, false, true>(p, chunk));
-    else SK_DISPATCH(p.dtype, backward_chunk<T, false, false>(p, chunk));
+    if (p.centred && added) backward_chunk<T, true, true>(p, chunk, sums);
+    else if (p.centred) backward_chunk<T, true, false>(p, chunk, sums);
+    else if (added) backward_chunk<T, false, true>(p, chunk, sums);
+    else backward_chunk<T, false, false>(p, chunk, sums);
   }
+}
+
+void backward(const LayerNormBackward& p, int64_t chunk_begin, int64_t chunk_end, void* scratch) {
+  SK_DISPATCH(p.dtype, backward_chunks<T>(p, chunk_begin, chunk_end, scratch));
 }
 
 void reduce(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, void* total, int64_t begin,

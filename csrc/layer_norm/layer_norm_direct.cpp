@@ -1,9 +1,10 @@
-// The short way for small norms: a Python function that goes from tensors to the kernel without the dispatcher.
+// The short way for norms: a Python function that goes from tensors to the kernel without the dispatcher.
 //
-// A dispatched call takes several microseconds before the kernel starts; a norm of 8 x 64 takes half of one. Where
-// nothing can tell the difference, this function reads the tensors' addresses and calls the kernel. Where anything else
-// is the case (a subclass, another device or layout, a mode, a transform, a trace, a profiler) it returns None, and the
-// caller takes the long way, which also has the error messages. seqkern/ops/_direct.py has the Python half.
+// A dispatched call takes several microseconds before the kernel starts, and ten times as long where the last op has
+// just swept the caches; a norm of 8 x 64 takes half of one. Where nothing can tell the difference, this function reads
+// the tensors' addresses and calls the kernel. Where anything else is the case (a subclass, another device or layout, a
+// mode, a transform, a trace, a profiler) it returns None, and the caller takes the long way, which also has the error
+// messages. seqkern/ops/_direct.py has the Python half.
 //
 // Tried and lost, forward calls of 8 x 64 beside torch's 3.3 us (now 3.9 to 4.6): the dispatcher, 25 us; the same
 // checks in Python and the kernel through ctypes, 6.6.
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <new>
 
 #include "python_abi.h"
 
@@ -154,6 +156,7 @@ PyObject* pair(PyObject* first, PyObject* second) {
 
 // Memory of a forward call's statistics that Python owns, or nothing, which is as good.
 constexpr const char* kStatistics = "seqkern.layer_norm.statistics";
+constexpr size_t kMostStatistics = size_t{1} << 20;  // more should come from the pool
 PyObject* new_statistics(const DirectNorm& norm, void*& address) {
   address = std::malloc(statistics_size(norm));
   if (!address) return none();
@@ -162,6 +165,18 @@ PyObject* new_statistics(const DirectNorm& norm, void*& address) {
   if (!owner) std::free(address);
   return owner;
 }
+
+// Whether a kernel found the memory that it needs. The long way asks for more, and says so when there is none.
+template <class Kernel>
+bool has_memory(Kernel kernel) {
+  try {
+    kernel();
+    return true;
+  } catch (const std::bad_alloc&) { return false; }
+}
+
+// Elements from which on other threads may run Python meanwhile.
+constexpr int64_t kLarge = int64_t{1} << 17;
 
 // forward(input, residual, normalized_shape, weight, bias, eps, centred, largest) -> output, or (output, sum) with a
 // residual, or None for the long way.
@@ -182,6 +197,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (PyErr_Occurred() || !(norm.eps >= 0)) return none();
   if (!plain(input, norm.dtype, x) || !shape.read(input)) return none();
   if (!shape.matrix(PyLong_AsLongLong(arguments[7]), norm) || norm.columns != columns) return none();
+  if (statistics_size(norm) > kMostStatistics) return none();
   if (added && (!plain(residual, residual_dtype, r) || residual_dtype != norm.dtype || !residual_shape.read(residual) ||
                 !(residual_shape == shape)))
     return none();
@@ -196,7 +212,11 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   void* found = nullptr;
   const Ref statistics(wanted ? new_statistics(norm, found) : none());
   if (!statistics) return none();
-  direct_forward(norm, x, r, w, b, y, s, found);
+  const bool large = norm.rows * norm.columns > kLarge;
+  PyThreadState* const state = large ? PyEval_SaveThread() : nullptr;
+  const bool done = has_memory([&] { direct_forward(norm, x, r, w, b, y, s, found); });
+  if (large) PyEval_RestoreThread(state);
+  if (!done) return none();
 
   Ref results(pair(output.get(), sum.get()));
   // The results are already there; the Function only remembers how to go back.
@@ -242,7 +262,7 @@ PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Ref grad_weight(need_weight ? new_like(weight, dw) : none());
   Ref grad_bias(need_bias ? new_like(bias, db) : none());
   if (!grad_input || !grad_weight || !grad_bias || PyErr_Occurred()) return none();
-  direct_backward(norm, statistics, grads[0], grads[1], x, w, dx, dw, db);
+  if (!has_memory([&] { direct_backward(norm, statistics, grads[0], grads[1], x, w, dx, dw, db); })) return none();
   PyObject* result = PyTuple_New(3);
   PyTuple_SetItem(result, 0, grad_input.release());
   PyTuple_SetItem(result, 1, grad_weight.release());
@@ -260,9 +280,9 @@ PyMethodDef kBackward = {"layer_norm_backward", backward, METH_FASTCALL, nullptr
 extern "C" __attribute__((visibility("default"))) PyObject* seqkern_direct_layer_norm(PyObject* objects) {
   using seqkern::py;
   Py_IncRef(objects);  // for ever
-  PyObject** targets[] = {&py.none,        &py.exception,       &py.tensor,    &py.parameter,  &py.dtypes[0],
-                          &py.dtypes[1],   &py.dtypes[2],       &py.dtypes[3], &py.empty_like, &py.apply,
-                          &py.apply_added, &py.is_grad_enabled, &py.is_usual,  &py.guards,     &py.forward_ad};
+  PyObject** targets[] = {&py.none,       &py.exception,       &py.tensor,    &py.parameter, &py.dtypes[0],
+                          &py.dtypes[1],  &py.dtypes[2],       &py.dtypes[3], &py.apply,     &py.apply_added,
+                          &py.empty_like, &py.is_grad_enabled, &py.is_usual,  &py.guards,    &py.forward_ad};
   Py_ssize_t i = 0;
   for (PyObject** target : targets) *target = PyTuple_GetItem(objects, i++);
   py.is_cpu = PyUnicode_InternFromString("is_cpu");
@@ -279,7 +299,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* seqkern_direct_layer
   return functions;
 }
 
-// The address of direct_backward, for the node that is built apart (layer_norm_node.cpp).
-extern "C" __attribute__((visibility("default"))) void* seqkern_direct_backward() {
-  return reinterpret_cast<void*>(&seqkern::direct_backward);
+extern "C" __attribute__((visibility("default"))) const void* seqkern_direct_calls() {
+  static const seqkern::DirectCalls calls = {seqkern::direct_backward, seqkern::pool_take, seqkern::pool_give};
+  return &calls;
 }

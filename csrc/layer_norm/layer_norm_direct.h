@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "layer_norm.h"
+#include "pool.h"
 
 namespace seqkern {
 
@@ -28,5 +29,12 @@ void direct_forward(const DirectNorm& norm, const void* input, const void* resid
 // a gradient that is added to its.
 void direct_backward(const DirectNorm& norm, const void* statistics, const void* grad_output, const void* grad_sum,
                      const void* input, const void* weight, void* grad_input, void* grad_weight, void* grad_bias);
+
+// What the library of the nodes (layer_norm_node.cpp) calls in this one.
+struct DirectCalls {
+  decltype(&direct_backward) backward;
+  decltype(&pool_take) take;
+  decltype(&pool_give) give;
+};
 
 }  // namespace seqkern

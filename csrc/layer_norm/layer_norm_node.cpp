@@ -28,7 +28,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-decltype(&direct_backward) kernels_backward;
+const DirectCalls* calls;
 PyObject* long_way;  // of seqkern/ops/_direct.py
 
 bool find_dtype(const Tensor& t, Dtype& dtype) {
@@ -48,6 +48,15 @@ bool plain(const Tensor& t) {
 }
 bool plain_parameter(const Tensor& t, int64_t columns, Dtype& dtype) {
   return !t.defined() || (plain(t) && find_dtype(t, dtype) && t.dim() == 1 && t.numel() == columns);
+}
+
+// Uninitialised, of a tensor's shape and dtype, from the pool where that has memory of the size.
+Tensor memory_like(const Tensor& t) {
+  size_t size;
+  void* block = calls->take(t.nbytes(), size);
+  if (!block) return at::empty(t.sizes(), t.options().requires_grad(false));
+  const auto give = [size](void* memory) { calls->give(memory, size); };
+  return at::from_blob(block, t.sizes(), give, t.options().requires_grad(false));
 }
 
 // What a node keeps beside tensors.
@@ -96,10 +105,10 @@ Gradients norm_gradients(const Tensor& grad_output, const Tensor& grad_sum, cons
   norm.columns = input.size(-1);
   norm.rows = input.numel() / norm.columns;
   const auto address = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
-  const Gradients g{at::empty(input.sizes(), input.options()), need_weight ? at::empty_like(weight) : Tensor(),
+  const Gradients g{memory_like(input), need_weight ? at::empty_like(weight) : Tensor(),
                     need_bias ? at::empty_like(bias) : Tensor()};
-  kernels_backward(norm, statistics, address(grad_output), address(grad_sum), address(input), address(weight),
-                   address(g.normalised), address(g.weight), address(g.bias));
+  calls->backward(norm, statistics, address(grad_output), address(grad_sum), address(input), address(weight),
+                  address(g.normalised), address(g.weight), address(g.bias));
   return g;
 }
 
@@ -253,24 +262,33 @@ PyObject* apply_added(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
+// (tensor) -> uninitialised memory like it.
+PyObject* new_like(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(memory_like(THPVariable_Unpack(arguments[0])));
+  END_HANDLE_TH_ERRORS
+}
+
 template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyMethodDef method(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 PyMethodDef kApply = method<apply>("layer_norm_node"), kApplyAdded = method<apply_added>("add_layer_norm_node");
+PyMethodDef kNewLike = method<new_like>("new_like");
 
 }  // namespace
 }  // namespace seqkern
 
-// Called once from Python; returns (apply, apply_added). The number in its name grows with what it and the kernels'
-// library expect of each other: one that was built before is not taken for this.
-extern "C" __attribute__((visibility("default"))) PyObject* seqkern_layer_norm_node_2(PyObject* long_way,
-                                                                                      void* direct_backward) {
+// Called once from Python; returns (apply, apply_added, new_like). The number in its name grows with what it and the
+// kernels' library expect of each other: one that was built before is not taken for this.
+extern "C" __attribute__((visibility("default"))) PyObject* seqkern_layer_norm_node_3(PyObject* long_way,
+                                                                                      const void* calls) {
   Py_INCREF(long_way);  // for ever
   seqkern::long_way = long_way;
-  seqkern::kernels_backward = reinterpret_cast<decltype(seqkern::kernels_backward)>(direct_backward);
-  PyObject* functions = PyTuple_New(2);
+  seqkern::calls = static_cast<const seqkern::DirectCalls*>(calls);
+  PyObject* functions = PyTuple_New(3);
   PyTuple_SET_ITEM(functions, 0, PyCFunction_NewEx(&seqkern::kApply, nullptr, nullptr));
   PyTuple_SET_ITEM(functions, 1, PyCFunction_NewEx(&seqkern::kApplyAdded, nullptr, nullptr));
+  PyTuple_SET_ITEM(functions, 2, PyCFunction_NewEx(&seqkern::kNewLike, nullptr, nullptr));
   return functions;
 }

@@ -1,4 +1,4 @@
-"""The short way for small norms, the Python half of csrc/layer_norm/layer_norm_direct.cpp.
+"""The short way for norms, the Python half of csrc/layer_norm/layer_norm_direct.cpp.
 
 `layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, largest)` returns the norm of a plain
 contiguous CPU tensor of at most `largest` elements over its last dimension (with a residual, the norm of the sum, and
@@ -17,8 +17,6 @@ from torch.nn import Parameter
 
 from seqkern import _library
 from seqkern.ops._autograd import FLOATING
-
-LARGEST = 1 << 17  # elements; beyond, the dispatcher's share of the time is small
 
 
 def _is_usual(t: Tensor) -> bool:
@@ -115,7 +113,7 @@ _guards = (
 _library_of_kernels = ctypes.PyDLL(_library._extension._name)
 
 
-def _connect(nodes: tuple[Any, Any]) -> Any:
+def _connect(nodes: tuple[Any, Any, Any]) -> Any:
     """The short way and its backward pass, which leave the way back to these two functions (one for a sum)."""
     functions = _library_of_kernels.seqkern_direct_layer_norm
     functions.argtypes, functions.restype = [ctypes.py_object], ctypes.py_object
@@ -126,7 +124,6 @@ def _connect(nodes: tuple[Any, Any]) -> Any:
             Tensor,
             Parameter,
             *FLOATING,  # in the order of csrc/common/dtype.h
-            torch.empty_like,
             *nodes,
             torch.is_grad_enabled,
             _is_usual,
@@ -136,21 +133,24 @@ def _connect(nodes: tuple[Any, Any]) -> Any:
     )
 
 
-def _cpp_nodes() -> tuple[Any, Any] | None:
-    """The nodes of csrc/layer_norm/layer_norm_node.cpp, where they were built for the torch that runs."""
+def _cpp_nodes() -> tuple[Any, Any, Any] | None:
+    """What csrc/layer_norm/layer_norm_node.cpp makes, where it was built for the torch that runs."""
     path = _library.node_library()
     if path is None:
         return None
-    address = _library_of_kernels.seqkern_direct_backward
+    address = _library_of_kernels.seqkern_direct_calls
     address.restype = ctypes.c_void_p
-    nodes = getattr(ctypes.PyDLL(str(path)), "seqkern_layer_norm_node_2", None)
+    nodes = getattr(ctypes.PyDLL(str(path)), "seqkern_layer_norm_node_3", None)
     if nodes is None:  # built before this version
         return None
     nodes.argtypes, nodes.restype = [ctypes.py_object, ctypes.c_void_p], ctypes.py_object
-    found: tuple[Any, Any] = nodes(_long_way, address())
+    found: tuple[Any, Any, Any] = nodes(_long_way, address())
     return found
 
 
-PYTHON_NODES = _short_apply(_LayerNormDirect), _short_apply(_AddLayerNormDirect)
+# What makes the nodes of a norm and of a sum's norm, and uninitialised memory like a tensor.
+PYTHON_NODES = _short_apply(_LayerNormDirect), _short_apply(_AddLayerNormDirect), torch.empty_like
 NODES = _cpp_nodes() or PYTHON_NODES
+# The most elements; beyond, fresh pages would cost what the dispatcher costs, where they do not come from the pool.
+LARGEST = 1 << 17 if NODES is PYTHON_NODES else 1 << 62
 layer_norm, _backward = _connect(NODES)
