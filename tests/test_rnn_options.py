@@ -95,7 +95,6 @@ LSTM_CASES = {
 }  # fmt: skip
 
 
-@functools.cache
 def case_of(cell, name):
     return rnn_case(cell, 17, 7, 12, 33, **(CASES | LSTM_CASES)[name])
 

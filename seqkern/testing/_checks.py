@@ -134,18 +134,44 @@ def run(
     return tensors | {f"grad {name}": g for name, g in zip(wanted, grads, strict=True) if g is not None}
 
 
+MOST_DRAWS, ELEMENTS = 32, 1 << 20
+
+
 def check_case(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> list[ErrorReport]:
-    """Runs a case in `dtype` under the backend in force: one report for every output and gradient."""
+    """Runs a case in `dtype` under the backend in force: one report for every output and gradient.
+
+    On the inputs of `seed`; where those break a bound and are few, on those of the next seeds too, all draws judged as
+    one. The largest of a few errors is luck, torch's too: now and then a draw breaks the rule with errors like torch's,
+    but a kernel that is wrong breaks it on all of them together.
+    """
+    first = _draw(case, dtype, device, seed)
+    reports = _judge(case, [first])
+    if all(report.passed for report in reports):
+        return reports
+    elements = sum(t.numel() for t in first[0].values())
+    seeds = range(seed + 1, seed + min(MOST_DRAWS, ELEMENTS // max(1, elements)))
+    return _judge(case, [first, *(_draw(case, dtype, device, other) for other in seeds)])
+
+
+def _draw(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[dict[str, Tensor], ...]:
+    """Seqkern's, torch's and the oracle's results."""
     exact = case.inputs(torch.Generator().manual_seed(seed))
     rounded = {name: t.to(dtype).to(device) for name, t in exact.items()}
     options: dict[str, Any] = {"names": case.outputs, "differentiate": case.differentiable}
     ours = run(case.ours, rounded, **options)
     dtypes = [t.dtype for name, t in ours.items() if not name.startswith("grad ")]
     theirs = run(case.torch, rounded, dtypes, **options)
-    oracle = run(case.reference, {name: t.double().cpu() for name, t in rounded.items()}, dtypes, **options)
+    return ours, theirs, run(case.reference, {n: t.double().cpu() for n, t in rounded.items()}, dtypes, **options)
+
+
+def _judge(case: Case, draws: Sequence[tuple[dict[str, Tensor], ...]]) -> list[ErrorReport]:
     return [
-        compare(ours[name], theirs[name], oracle[name], factor=case.factors.get(name, 2.0), name=name)
-        for name in oracle
+        compare(
+            *(torch.stack([draw[which][name] for draw in draws]) for which in range(3)),
+            factor=case.factors.get(name, 2.0),
+            name=name,
+        )
+        for name in draws[0][2]
     ]
 
 

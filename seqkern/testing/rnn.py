@@ -69,7 +69,7 @@ def rnn_case(
             tensors[name] = normal(g, *shape, scale=max(hidden, shape[-1] if name.startswith("w_ih") else 1) ** -0.5)
             if kind == RNN_RELU:  # where it bends, an error of the last place is one of the whole gradient: stay away
                 tensors[name] *= 0.25
-                if name.startswith("b_ih"):
+                if name.startswith("b_ih" if bias else "norm_ih bias"):
                     tensors[name] += 4 - 8 * (torch.arange(hidden) % 2)
             if name.startswith("w_hh") and hidden == 1:  # larger ones make gradients grow from step to step
                 tensors[name] *= 0.5
