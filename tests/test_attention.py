@@ -69,6 +69,9 @@ SHAPES = {
         "head_dim": 45,
         "value_dim": 33,
     },
+    # Decoding takes them 8, 4, 3, 2 or 1 at a time.
+    "7 rows a key head": {"queries": 1, "keys": 530, "heads": 14, "kv_heads": 2, "value_dim": 70},
+    "16 rows a key head": {"queries": 1, "keys": 150, "batch": 2, "heads": 16, "kv_heads": 1, "head_dim": 80},
 }
 
 

@@ -4,6 +4,13 @@
 // With o_c, m_c, l_c the sums, maximum and denominator of chunk c: m = max m_c, O = sum_c exp(m_c - m) o_c / sum_c
 // exp(m_c - m) l_c, in the order of the chunks (Dao et al. 2023, "Flash-Decoding").
 //
+// What is read in place is asked for a line at a time, into the nearest cache. On a Zen 5 (8 key heads of 128 columns,
+// 1 and 2 threads) decoding in bfloat16 from memory reaches 0.85 to 1 of the bandwidth of reading with one or two query
+// rows a key head, 0.75 to 1 with four; that is 1.05 to 1.5 times the speed of asking for 32 keys at once into the
+// second cache, and 1.2 to 3 times that of not asking. Tried and lost there: half and twice as far ahead (0.8 to 1 and
+// 0.96 to 1.12 of the speed); the values' first rows asked for by the last keys, and the next chunk's keys by the last
+// values (within 4% either way).
+//
 // Tried and lost on a Zen 4 in bfloat16, 2 threads: values, too, by products of pairs, with probabilities rounded to
 // bfloat16 (against avx512 in one process 1.3 to 1.6 times the speed from the caches instead of 1.2 to 1.3, from memory
 // 1.07 to 1.23 as before; the error grows from 1.7e-3 to 2.3e-3, torch's).
@@ -17,17 +24,16 @@ namespace SK_TIER {
 namespace {
 
 constexpr int64_t kFewRows = 16, kFewKeys = 512;
-// Up to so many rows, scores are sums along the keys' rows and lie by rows; beyond (and with short vectors, which gain
-// nothing by it), a product with one vector of lanes is faster, though it takes as long for one row as for 16, and they
-// lie by keys as everywhere.
+// With vectors long enough, scores are sums along the keys' rows and lie by rows; short ones gain nothing by it: there,
+// scores are a product with one vector of lanes and lie by keys, as everywhere.
 template <class A>
-constexpr int64_t kDotRows = W<A> >= 8 ? 8 : 0;
-// Up to so many rows, values are read in place, in their own type, and outputs stay in registers.
-constexpr int64_t kDirectRows = 4;
-// Sums of outputs in registers, and units of columns that they are at most. (Zen 3: 12 sums take twice as long as 8.)
-constexpr int kWeighed = 4 * kGemmVecs, kMostUnits = 4;
-// How many keys ahead memory is asked for, 4 to 8 KB at the usual head dimensions of 64 and 128, where the scores or
-// the outputs are summed in place: a core that waits for each line as it comes to it gets half the bandwidth.
+constexpr bool kDots = W<A> >= 8;
+// Sums of outputs in registers, units of columns that they are at most, and rows. (Zen 3: 12 sums take twice as long as
+// 8.)
+constexpr int kWeighed = 4 * kGemmVecs, kMostUnits = 4, kMostRows = 2 * kGemmVecs;
+// How many keys ahead memory is asked for, 4 to 8 KB at the usual head dimensions of 64 and 128: a core that waits for
+// each line as it comes to it gets half the bandwidth. A line at a time, between the products: a core has some tens of
+// requests under way, and stands still while it queues more.
 template <class T>
 constexpr int64_t kAhead = 64 / static_cast<int64_t>(sizeof(T));
 constexpr int64_t kRowStride = kFewKeys + 16;
@@ -35,8 +41,8 @@ constexpr int64_t kRowStride = kFewKeys + 16;
 template <class A>
 struct FewScratch {
   A *query, *query_t;  // one of the two: (rows, dim) padded, in units, or (dim, kFewRows)
-  A* weighed;          // (kDirectRows, value_dim) padded, in units: the part of the output that is summed in place
-  A *by_row, *by_key;  // scores: (kDotRows<A>, kRowStride), (kFewKeys, kFewRows)
+  A* weighed;          // (kFewRows, value_dim) padded, in units: the part of the output that is summed in place
+  A *by_row, *by_key;  // scores: (kFewRows, kRowStride) where there are kDots, (kFewKeys, kFewRows)
   A *key, *value, *max, *sum;
   int64_t *first, *end;  // the keys that a row sees
   Lanes<A>* lanes;
@@ -44,8 +50,8 @@ struct FewScratch {
   SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
     Arena<A> arena{static_cast<A*>(memory)};
     query = query_t = arena.take(round_up<A>(s.head_dim) * kFewRows);
-    weighed = arena.take(kDirectRows * round_up<A>(s.value_dim));
-    by_row = arena.take(kDotRows<A> * kRowStride);
+    weighed = arena.take(kFewRows * round_up<A>(s.value_dim));
+    by_row = arena.take(kDots<A> ? kFewRows * kRowStride : 0);
     by_key = arena.take(kFewKeys * kFewRows);
     key = arena.take(kBlockK * round_up<A>(s.head_dim));
     value = arena.take(kBlockK * round_up<A>(s.value_dim));
@@ -145,12 +151,10 @@ template <class T>
 constexpr bool kPairProducts = false;
 #endif
 
-// Asks for the rows [begin, end).
+// Asks for the element that will be read in place of this one, kAhead rows on.
 template <class T>
-SK_INLINE void will_read(const T* rows, int64_t stride, int64_t columns, int64_t begin, int64_t end) {
-  for (int64_t r = begin; r < end; ++r)
-    for (int64_t c = 0; c < columns; c += 64 / static_cast<int64_t>(sizeof(T)))
-      __builtin_prefetch(rows + r * stride + c, 0, 2);
+SK_INLINE void will_read(const T* element, int64_t stride) {
+  __builtin_prefetch(element + kAhead<T> * stride, 0, 3);
 }
 
 // Calls body(column, unit, count) for the whole units of a row, then vectors, the last of `count` columns.
@@ -161,20 +165,26 @@ SK_INLINE void for_units(int64_t columns, const Body& body) {
   for (; c < columns; c += W<acc_t<T>>) body(c, Vec<acc_t<T>>{}, columns - c);
 }
 
-// As for_units, for the products of keys with queries: body(column, key, query), functions of a row.
+// As for_units, for the products of keys with queries: body(key, query), functions of a row. A key is loaded, and the
+// one kAhead rows on is asked for if it is to be.
 template <class T, class Body, class A = acc_t<T>>
-SK_INLINE void for_key_units(const T* keys, int64_t stride, int64_t dim, const A* query, const Body& body) {
+SK_INLINE void for_key_units(const T* keys, int64_t stride, int64_t dim, const A* query, bool ahead, const Body& body) {
   const int64_t padded = round_up<A>(dim);
+  const auto element = [=](int64_t k, int64_t d) {
+    const T* at = keys + k * stride + d;
+    if (ahead) will_read(at, stride);
+    return at;
+  };
   if constexpr (kPairProducts<T>) {
 #if SK_PAIR_PRODUCTS
     for (int64_t d = 0; d < dim; d += 32)
-      body([=](int64_t k) { return load_as_pairs(keys + k * stride + d, dim - d); },
+      body([=](int64_t k) { return load_as_pairs(element(k, d), dim - d); },
            [=](int64_t row) { return Pairs{_mm512_load_si512(reinterpret_cast<const T*>(query + row * padded) + d)}; });
 #endif
   } else {
     for_units<T>(dim, [&](int64_t d, auto unit, int64_t count) {
       using U = decltype(unit);
-      body([=](int64_t k) { return load_upto_as<U>(keys + k * stride + d, count); },
+      body([=](int64_t k) { return load_upto_as<U>(element(k, d), count); },
            [=](int64_t row) { return load_unit<T, U>(query + row * padded + d); });
     });
   }
@@ -196,15 +206,15 @@ SK_INLINE void store_query(const T* query, int64_t dim, A scale, A* to) {
 }
 
 // scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time.
-template <class T, int ROWS, class A = acc_t<T>>
-SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, bool ahead, A* scores) {
+// `Ahead`: for the first rows that see these keys.
+template <class T, int ROWS, bool Ahead, class A = acc_t<T>>
+SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, A* scores) {
   constexpr int kKeys = W<A> / ROWS;
   Vec<A> result[ROWS];  // of the keys that are worked on together, the rows one after the other
 #pragma GCC unroll 16
   for (int k = 0; k < ROWS; ++k, key += kKeys * stride) {
-    if (ahead) will_read(key, stride, dim, kAhead<T>, kAhead<T> + kKeys);
     Vec<A> sums[W<A>] = {};
-    for_key_units<T>(key, stride, dim, query, [&](const auto& one_key, const auto& one_query) {
+    for_key_units<T>(key, stride, dim, query, Ahead, [&](const auto& one_key, const auto& one_query) {
       if constexpr (kKeys == 2) {  // a few registers hold the keys, and what is loaded of a query serves both
         const auto x = one_key(0), y = one_key(1);
         for (int r = 0; r < ROWS; ++r) {
@@ -236,19 +246,23 @@ void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const
   int64_t k = 0;
   for (; k + W<A> <= keys; k += W<A>) {
     int64_t row = 0;
-    if constexpr (W<A> >= 4) {
-      for (; row + 4 <= rows; row += 4)
-        dot_block<T, 4>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
-    }
-    for (; row + 2 <= rows; row += 2)
-      dot_block<T, 2>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
-    if (row < rows)
-      dot_block<T, 1>(key + k * stride, stride, dim, query + row * padded, row == 0, scores + row * kRowStride + k);
+    const auto block = [&](auto count, auto ahead) {
+      dot_block<T, decltype(count)::value, decltype(ahead)::value>(key + k * stride, stride, dim, query + row * padded,
+                                                                   scores + row * kRowStride + k);
+      row += decltype(count)::value;
+    };
+    const auto blocks = [&](auto count) {
+      if (row == 0 && count <= rows) block(count, std::true_type{});
+      while (row + count <= rows) block(count, std::false_type{});
+    };
+    if constexpr (W<A> >= 4) blocks(std::integral_constant<int, 4>{});
+    blocks(std::integral_constant<int, 2>{});
+    blocks(std::integral_constant<int, 1>{});
   }
   for (; k < keys; ++k) {
     for (int64_t row = 0; row < rows; ++row) {
       Vec<A> sum = {};
-      for_key_units<T>(key + k * stride, stride, dim, query + row * padded,
+      for_key_units<T>(key + k * stride, stride, dim, query + row * padded, false,
                        [&](const auto& one_key, const auto& one_query) { sum = times(one_key(0), one_query(0), sum); });
       scores[row * kRowStride + k] = sum_lanes<A>(sum);
     }
@@ -315,7 +329,8 @@ void softmax_lanes(const FewScratch<A>& t, int64_t rows, int64_t lanes, int64_t 
 }
 
 // out[row, c] (+)= sum_k P[row, k] V[k, c] for ROWS rows and NU units U of columns, the last of `count` columns.
-template <class T, class U, int ROWS, int NU, class A = acc_t<T>>
+// `Ahead`: for the first rows that see these values.
+template <class T, class U, int ROWS, int NU, bool Ahead, class A = acc_t<T>>
 SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t count, A* out,
                      int64_t width, bool accumulate) {
   constexpr int64_t unit = kVectors<U> * W<A>;
@@ -323,11 +338,14 @@ SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stri
   for (int64_t k = 0; k < keys; ++k) {
     const T* from = value + k * stride;
     for (int j = 0; j < NU; ++j) {
+      if (Ahead && j * unit * sizeof(T) % 64 == 0) will_read(from + j * unit, stride);
       const U v = NU == 1 ? load_upto_as<U>(from, count) : load_as<U>(from + j * unit);
       for (int r = 0; r < ROWS; ++r) sums[r][j] += v * broadcast_as<U>(scores[r * kRowStride + k]);
     }
   }
-  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {  // else the sums would go by way of memory
+#pragma GCC unroll 16
     for (int j = 0; j < NU; ++j) {
       A* to = out + r * width + j * unit;
       store_unit(to, accumulate ? load_unit<T, U>(to) + sums[r][j] : sums[r][j]);
@@ -335,29 +353,51 @@ SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stri
   }
 }
 // The same for `units` whole units, at most NU.
-template <class T, int ROWS, int NU, class A = acc_t<T>>
+template <class T, int ROWS, int NU, bool Ahead, class A = acc_t<T>>
 __attribute__((noinline)) void weigh_units(int units, const A* scores, int64_t keys, const T* value, int64_t stride,
                                            A* out, int64_t width, bool accumulate) {
-  if (units == NU) weigh<T, Unit<T>, ROWS, NU>(scores, keys, value, stride, kUnitWidth<T>, out, width, accumulate);
-  else if constexpr (NU > 1) weigh_units<T, ROWS, NU - 1>(units, scores, keys, value, stride, out, width, accumulate);
+  if (units == NU) {
+    weigh<T, Unit<T>, ROWS, NU, Ahead>(scores, keys, value, stride, kUnitWidth<T>, out, width, accumulate);
+  } else if constexpr (NU > 1) {
+    weigh_units<T, ROWS, NU - 1, Ahead>(units, scores, keys, value, stride, out, width, accumulate);
+  }
 }
-template <class T, int ROWS, class A = acc_t<T>>
-void weighted_values(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t columns, A* out,
-                     int64_t width, bool accumulate) {
-  constexpr int fit = kWeighed / (ROWS * kVectors<Unit<T>>), NU = fit < kMostUnits ? fit : kMostUnits;
+// Of one slice of keys.
+template <class T, int ROWS, bool Ahead, class A = acc_t<T>>
+SK_INLINE void weigh_slice(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t columns, A* out,
+                           int64_t width, bool accumulate) {
+  constexpr int fit = kWeighed / (ROWS * kVectors<Unit<T>>), NU = fit < 1 ? 1 : fit < kMostUnits ? fit : kMostUnits;
   const int64_t units = columns / kUnitWidth<T>, groups = (units + NU - 1) / NU;
-  // In the slices of gemm.h, for the same accuracy.
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t begin = g * units / groups, c = begin * kUnitWidth<T>;
+    weigh_units<T, ROWS, NU, Ahead>(static_cast<int>((g + 1) * units / groups - begin), scores, keys, value + c, stride,
+                                    out + c, width, accumulate);
+  }
+  for (int64_t c = units * kUnitWidth<T>; c < columns; c += W<A>)
+    weigh<T, Vec<A>, ROWS, 1, Ahead>(scores, keys, value + c, stride, columns - c, out + c, width, accumulate);
+}
+// Values are read in place, in their own type, by some rows at a time, in the slices of gemm.h, for the same accuracy:
+// one stays in L1 for all rows.
+template <class T, class A = acc_t<T>>
+void weighted_values(const A* scores, int64_t rows, int64_t keys, const T* value, int64_t stride, int64_t columns,
+                     A* out, int64_t width, bool accumulate) {
   for (int64_t k = 0; k < keys; k += kGemmSlice, accumulate = true) {
-    const int64_t count = min(kGemmSlice, keys - k);
-    const T* rows = value + k * stride;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t begin = g * units / groups, c = begin * kUnitWidth<T>;
-      will_read(rows, stride, columns, kAhead<T> + g * count / groups, kAhead<T> + (g + 1) * count / groups);
-      weigh_units<T, ROWS, NU>(static_cast<int>((g + 1) * units / groups - begin), scores + k, count, rows + c, stride,
-                               out + c, width, accumulate);
-    }
-    for (int64_t c = units * kUnitWidth<T>; c < columns; c += W<A>)
-      weigh<T, Vec<A>, ROWS, 1>(scores + k, count, rows + c, stride, columns - c, out + c, width, accumulate);
+    int64_t row = 0;
+    const auto some = [&](auto count, auto ahead) {
+      weigh_slice<T, decltype(count)::value, decltype(ahead)::value>(
+          scores + row * kRowStride + k, min(kGemmSlice, keys - k), value + k * stride, stride, columns,
+          out + row * width, width, accumulate);
+      row += decltype(count)::value;
+    };
+    const auto blocks = [&](auto count) {
+      if (row == 0 && count <= rows) some(count, std::true_type{});
+      while (row + count <= rows) some(count, std::false_type{});
+    };
+    if constexpr (kMostRows > 4) blocks(std::integral_constant<int, kMostRows>{});
+    blocks(std::integral_constant<int, 4>{});
+    blocks(std::integral_constant<int, 3>{});
+    blocks(std::integral_constant<int, 2>{});
+    blocks(std::integral_constant<int, 1>{});
   }
 }
 
@@ -367,7 +407,7 @@ void few_scores(const AttentionForward& p, const FewScratch<A>& t, int64_t rows,
                 int64_t end) {
   const AttentionShape& s = p.shape;
   const int64_t lanes = round_up<A>(rows);
-  const bool dots = rows <= kDotRows<A>;
+  constexpr bool dots = kDots<A>;
   for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
     const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
     const T* source = at<T>(p.key, k0 + from);
@@ -409,7 +449,7 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
   const FewScratch<A> t(s, memory);
   const FewPartial<A> to(s, partial);
   const int64_t queries = p.sequence.queries, rows = p.heads * queries, lanes = round_up<A>(rows);
-  const bool dots = rows <= kDotRows<A>;
+  constexpr bool dots = kDots<A>;
   const Range seen = visible_range(p.sequence, 0, queries);
   const int64_t k0 = chunk * kFewKeys, begin = max(0, seen.begin - k0), end = min(kFewKeys, seen.end - k0);
 
@@ -451,12 +491,9 @@ void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* me
       const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
       const T* source = at<T>(p.value, k0 + from);
       const bool all = all_first <= from && from + keys <= all_end;
-      if (all && dots && rows <= kDirectRows) {
-        const auto weighted = rows == 1   ? weighted_values<T, 1>
-                              : rows == 2 ? weighted_values<T, 2>
-                              : rows == 3 ? weighted_values<T, 3>
-                                          : weighted_values<T, 4>;
-        weighted(weights + from, keys, source, p.value.stride, s.value_dim, t.weighed, to.width, any_weighed);
+      if (all && dots) {
+        weighted_values<T>(weights + from, rows, keys, source, p.value.stride, s.value_dim, t.weighed, to.width,
+                           any_weighed);
         any_weighed = true;
         continue;
       }
