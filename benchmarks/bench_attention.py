@@ -60,15 +60,19 @@ def test_attention(benchmark, direction, causal, grid, dtype, device, path):
     )
 
 
-# Sequences, new tokens of each, keys. The last three are for a GPU's memory: its reads need many blocks to be fast.
-DECODED = [(1, 1, 4096), (1, 1, 8192), (1, 1, 16384), (1, 1, 32768), (32, 1, 8192), (1, 8, 8192), (32, 8, 8192)]
+# Sequences, new tokens of each, keys, query heads. The last three are for a GPU's memory: its reads need many blocks to
+# be fast.
+DECODED = [
+    (1, 1, 4096, 32), (1, 1, 8192, 32), (1, 1, 16384, 32), (1, 1, 32768, 32), (1, 1, 8192, 64), (1, 1, 8192, 128),
+    (32, 1, 8192, 32), (1, 8, 8192, 32), (32, 8, 8192, 32),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("calls", DECODED, ids="B{0[0]} Q{0[1]} N{0[2]}".format)
+@pytest.mark.parametrize("calls", DECODED, ids="B{0[0]} H{0[3]} Q{0[1]} N{0[2]}".format)
 @pytest.mark.parametrize("head_dim", [64, 128], ids="D{}".format)
 def test_decode(benchmark, head_dim, calls, dtype, device):
-    """New tokens, 32 query heads on 8 key heads."""
-    (batch, queries, keys), heads, kv_heads = calls, 32, 8
+    """New tokens, on 8 key heads."""
+    (batch, queries, keys, heads), kv_heads = calls, 8
     if device == "cpu" and (batch, queries) != (1, 1):
         pytest.skip("for GPUs")
     query, key, value = qkv(queries, keys, head_dim, dtype, device, batch=batch, heads=heads, kv_heads=kv_heads)

@@ -31,11 +31,10 @@ constexpr bool kDots = W<A> >= 8;
 // Sums of outputs in registers, units of columns that they are at most, and rows. (Zen 3: 12 sums take twice as long as
 // 8.)
 constexpr int kWeighed = 4 * kGemmVecs, kMostUnits = 4, kMostRows = 2 * kGemmVecs;
-// How many keys ahead memory is asked for, 4 to 8 KB at the usual head dimensions of 64 and 128: a core that waits for
-// each line as it comes to it gets half the bandwidth. A line at a time, between the products: a core has some tens of
-// requests under way, and stands still while it queues more.
-template <class T>
-constexpr int64_t kAhead = 64 / static_cast<int64_t>(sizeof(T));
+// How far ahead memory is asked for, in bytes: a core that waits for each line as it comes to it gets half the
+// bandwidth. A line at a time, between the products: a core has some tens of requests under way, and stands still while
+// it queues more.
+constexpr int64_t kAhead = 8192;
 constexpr int64_t kRowStride = kFewKeys + 16;
 
 template <class A>
@@ -151,10 +150,10 @@ template <class T>
 constexpr bool kPairProducts = false;
 #endif
 
-// Asks for the element that will be read in place of this one, kAhead rows on.
+// The distance, in elements, of the row that is asked for while one of these columns is read.
 template <class T>
-SK_INLINE void will_read(const T* element, int64_t stride) {
-  __builtin_prefetch(element + kAhead<T> * stride, 0, 3);
+SK_INLINE int64_t distance_ahead(int64_t columns, int64_t stride) {
+  return (kAhead / (max(columns, 1) * static_cast<int64_t>(sizeof(T))) + 1) * stride;
 }
 
 // Calls body(column, unit, count) for the whole units of a row, then vectors, the last of `count` columns.
@@ -165,14 +164,15 @@ SK_INLINE void for_units(int64_t columns, const Body& body) {
   for (; c < columns; c += W<acc_t<T>>) body(c, Vec<acc_t<T>>{}, columns - c);
 }
 
-// As for_units, for the products of keys with queries: body(key, query), functions of a row. A key is loaded, and the
-// one kAhead rows on is asked for if it is to be.
+// As for_units, for the products of keys with queries: body(key, query), functions of a row. A key is loaded, and what
+// lies at the distance `ahead` from it is asked for, unless that is 0.
 template <class T, class Body, class A = acc_t<T>>
-SK_INLINE void for_key_units(const T* keys, int64_t stride, int64_t dim, const A* query, bool ahead, const Body& body) {
+SK_INLINE void for_key_units(const T* keys, int64_t stride, int64_t dim, const A* query, int64_t ahead,
+                             const Body& body) {
   const int64_t padded = round_up<A>(dim);
   const auto element = [=](int64_t k, int64_t d) {
     const T* at = keys + k * stride + d;
-    if (ahead) will_read(at, stride);
+    if (ahead) __builtin_prefetch(at + ahead, 0, 3);
     return at;
   };
   if constexpr (kPairProducts<T>) {
@@ -208,13 +208,13 @@ SK_INLINE void store_query(const T* query, int64_t dim, A scale, A* to) {
 // scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time.
 // `Ahead`: for the first rows that see these keys.
 template <class T, int ROWS, bool Ahead, class A = acc_t<T>>
-SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, A* scores) {
+SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, int64_t ahead, A* scores) {
   constexpr int kKeys = W<A> / ROWS;
   Vec<A> result[ROWS];  // of the keys that are worked on together, the rows one after the other
 #pragma GCC unroll 16
   for (int k = 0; k < ROWS; ++k, key += kKeys * stride) {
     Vec<A> sums[W<A>] = {};
-    for_key_units<T>(key, stride, dim, query, Ahead, [&](const auto& one_key, const auto& one_query) {
+    for_key_units<T>(key, stride, dim, query, Ahead ? ahead : 0, [&](const auto& one_key, const auto& one_query) {
       if constexpr (kKeys == 2) {  // a few registers hold the keys, and what is loaded of a query serves both
         const auto x = one_key(0), y = one_key(1);
         for (int r = 0; r < ROWS; ++r) {
@@ -242,13 +242,13 @@ SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* que
 // The same for any number of keys and rows, `query` as store_query left it.
 template <class T, class A = acc_t<T>>
 void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, A* scores) {
-  const int64_t padded = round_up<A>(dim);
+  const int64_t padded = round_up<A>(dim), ahead = distance_ahead<T>(dim, stride);
   int64_t k = 0;
   for (; k + W<A> <= keys; k += W<A>) {
     int64_t row = 0;
-    const auto block = [&](auto count, auto ahead) {
-      dot_block<T, decltype(count)::value, decltype(ahead)::value>(key + k * stride, stride, dim, query + row * padded,
-                                                                   scores + row * kRowStride + k);
+    const auto block = [&](auto count, auto first) {
+      dot_block<T, decltype(count)::value, decltype(first)::value>(key + k * stride, stride, dim, query + row * padded,
+                                                                   ahead, scores + row * kRowStride + k);
       row += decltype(count)::value;
     };
     const auto blocks = [&](auto count) {
@@ -262,7 +262,7 @@ void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const
   for (; k < keys; ++k) {
     for (int64_t row = 0; row < rows; ++row) {
       Vec<A> sum = {};
-      for_key_units<T>(key + k * stride, stride, dim, query + row * padded, false,
+      for_key_units<T>(key + k * stride, stride, dim, query + row * padded, 0,
                        [&](const auto& one_key, const auto& one_query) { sum = times(one_key(0), one_query(0), sum); });
       scores[row * kRowStride + k] = sum_lanes<A>(sum);
     }
@@ -331,14 +331,14 @@ void softmax_lanes(const FewScratch<A>& t, int64_t rows, int64_t lanes, int64_t 
 // out[row, c] (+)= sum_k P[row, k] V[k, c] for ROWS rows and NU units U of columns, the last of `count` columns.
 // `Ahead`: for the first rows that see these values.
 template <class T, class U, int ROWS, int NU, bool Ahead, class A = acc_t<T>>
-SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t count, A* out,
-                     int64_t width, bool accumulate) {
+SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t ahead, int64_t count,
+                     A* out, int64_t width, bool accumulate) {
   constexpr int64_t unit = kVectors<U> * W<A>;
   U sums[ROWS][NU] = {};
   for (int64_t k = 0; k < keys; ++k) {
     const T* from = value + k * stride;
     for (int j = 0; j < NU; ++j) {
-      if (Ahead && j * unit * sizeof(T) % 64 == 0) will_read(from + j * unit, stride);
+      if (Ahead && j * unit * sizeof(T) % 64 == 0) __builtin_prefetch(from + ahead + j * unit, 0, 3);
       const U v = NU == 1 ? load_upto_as<U>(from, count) : load_as<U>(from + j * unit);
       for (int r = 0; r < ROWS; ++r) sums[r][j] += v * broadcast_as<U>(scores[r * kRowStride + k]);
     }
@@ -355,37 +355,38 @@ SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stri
 // The same for `units` whole units, at most NU.
 template <class T, int ROWS, int NU, bool Ahead, class A = acc_t<T>>
 __attribute__((noinline)) void weigh_units(int units, const A* scores, int64_t keys, const T* value, int64_t stride,
-                                           A* out, int64_t width, bool accumulate) {
+                                           int64_t ahead, A* out, int64_t width, bool accumulate) {
   if (units == NU) {
-    weigh<T, Unit<T>, ROWS, NU, Ahead>(scores, keys, value, stride, kUnitWidth<T>, out, width, accumulate);
+    weigh<T, Unit<T>, ROWS, NU, Ahead>(scores, keys, value, stride, ahead, kUnitWidth<T>, out, width, accumulate);
   } else if constexpr (NU > 1) {
-    weigh_units<T, ROWS, NU - 1, Ahead>(units, scores, keys, value, stride, out, width, accumulate);
+    weigh_units<T, ROWS, NU - 1, Ahead>(units, scores, keys, value, stride, ahead, out, width, accumulate);
   }
 }
 // Of one slice of keys.
 template <class T, int ROWS, bool Ahead, class A = acc_t<T>>
-SK_INLINE void weigh_slice(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t columns, A* out,
-                           int64_t width, bool accumulate) {
+SK_INLINE void weigh_slice(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t ahead,
+                           int64_t columns, A* out, int64_t width, bool accumulate) {
   constexpr int fit = kWeighed / (ROWS * kVectors<Unit<T>>), NU = fit < 1 ? 1 : fit < kMostUnits ? fit : kMostUnits;
   const int64_t units = columns / kUnitWidth<T>, groups = (units + NU - 1) / NU;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t begin = g * units / groups, c = begin * kUnitWidth<T>;
     weigh_units<T, ROWS, NU, Ahead>(static_cast<int>((g + 1) * units / groups - begin), scores, keys, value + c, stride,
-                                    out + c, width, accumulate);
+                                    ahead, out + c, width, accumulate);
   }
   for (int64_t c = units * kUnitWidth<T>; c < columns; c += W<A>)
-    weigh<T, Vec<A>, ROWS, 1, Ahead>(scores, keys, value + c, stride, columns - c, out + c, width, accumulate);
+    weigh<T, Vec<A>, ROWS, 1, Ahead>(scores, keys, value + c, stride, ahead, columns - c, out + c, width, accumulate);
 }
 // Values are read in place, in their own type, by some rows at a time, in the slices of gemm.h, for the same accuracy:
 // one stays in L1 for all rows.
 template <class T, class A = acc_t<T>>
 void weighted_values(const A* scores, int64_t rows, int64_t keys, const T* value, int64_t stride, int64_t columns,
                      A* out, int64_t width, bool accumulate) {
+  const int64_t ahead = distance_ahead<T>(columns, stride);
   for (int64_t k = 0; k < keys; k += kGemmSlice, accumulate = true) {
     int64_t row = 0;
-    const auto some = [&](auto count, auto ahead) {
-      weigh_slice<T, decltype(count)::value, decltype(ahead)::value>(
-          scores + row * kRowStride + k, min(kGemmSlice, keys - k), value + k * stride, stride, columns,
+    const auto some = [&](auto count, auto first) {
+      weigh_slice<T, decltype(count)::value, decltype(first)::value>(
+          scores + row * kRowStride + k, min(kGemmSlice, keys - k), value + k * stride, stride, ahead, columns,
           out + row * width, width, accumulate);
       row += decltype(count)::value;
     };
