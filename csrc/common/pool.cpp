@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -36,7 +37,7 @@ struct Pool {
   std::map<size_t, Bin> bins;
   uint64_t uses = 0;
   size_t bytes = 0, limit = size_t{512} << 20;
-  bool poison = false;
+  std::atomic<bool> poison{false};
 };
 
 // Sizes are rounded up to eight steps a doubling, to whole pages, and to whole huge pages where they are used.
@@ -162,5 +163,7 @@ void pool_set_poison(bool poison) {
   const std::lock_guard<std::mutex> lock(p.mutex);
   p.poison = poison;
 }
+
+bool pool_poisons() { return pool().poison; }
 
 }  // namespace seqkern

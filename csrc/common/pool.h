@@ -19,7 +19,8 @@ void pool_give(void* block, size_t size);
 void pool_release();
 void pool_set_limit(size_t limit);
 size_t pool_waiting();
-// Fills blocks with NaN before they are given out: for tests.
+// Fills blocks with NaN before they are given out, and asks whoever gives out other memory to do so: for tests.
 void pool_set_poison(bool poison);
+bool pool_poisons();
 
 }  // namespace seqkern

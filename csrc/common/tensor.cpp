@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "pool.h"
 
@@ -28,36 +29,52 @@ size_t element_size(ScalarType type) {
     case ScalarType::Float: return 4;
     case ScalarType::BFloat16:
     case ScalarType::Half: return 2;
+    case ScalarType::Byte: return 1;
     default: return 0;
   }
 }
 
-}  // namespace
-
-std::optional<Tensor> pooled_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  int64_t elements = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = elements;
-    if (__builtin_mul_overflow(elements, std::max<int64_t>(sizes[dim], 1), &elements)) return std::nullopt;
-  }
-  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return std::nullopt;
-  size_t bytes, size;
-  if (__builtin_mul_overflow(static_cast<size_t>(elements), element_size(type), &bytes) || !from_blob())
-    return std::nullopt;
-  void* block = pool_take(bytes, size);
-  if (!block) return std::nullopt;
-  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+// On memory of the pool; null: small, or a torch (2.10) that cannot tell when the tensor dies.
+AtenTensorHandle pooled(torch::headeronly::IntHeaderOnlyArrayRef sizes, const int64_t* strides, size_t bytes,
+                        int32_t dtype) {
+  size_t size;
+  void* block = from_blob() ? pool_take(bytes, size) : nullptr;
+  if (!block) return nullptr;
   const auto give = [](void* data, void* context) { pool_give(data, reinterpret_cast<uintptr_t>(context)); };
   AtenTensorHandle handle = nullptr;
-  const AOTITorchError error = from_blob()(
-      block, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, dtype, aoti_torch_device_type_cpu(),
-      -1, &handle, aoti_torch_layout_strided(), nullptr, 0, give, reinterpret_cast<void*>(size));
-  if (error != 0) {
-    pool_give(block, size);
-    return std::nullopt;
+  const AOTITorchError error = from_blob()(block, static_cast<int64_t>(sizes.size()), sizes.data(), strides, 0, dtype,
+                                           aoti_torch_device_type_cpu(), -1, &handle, aoti_torch_layout_strided(),
+                                           nullptr, 0, give, reinterpret_cast<void*>(size));
+  if (error == 0) return handle;
+  pool_give(block, size);
+  return nullptr;
+}
+
+}  // namespace
+
+Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  constexpr size_t kMostDims = 8;
+  size_t bytes = element_size(type);
+  // The rest is torch's, and what has a wrong size, which torch tells.
+  if (!like.is_cpu() || sizes.size() > kMostDims || bytes == 0) return torch::stable::new_empty(like, sizes, type);
+  int64_t strides[kMostDims], elements = 1;
+  bool none = false;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = elements;
+    none |= sizes[dim] == 0;
+    if (sizes[dim] < 0 || __builtin_mul_overflow(elements, std::max<int64_t>(sizes[dim], 1), &elements))
+      return torch::stable::new_empty(like, sizes, type);
   }
-  return Tensor(handle);
+  if (__builtin_mul_overflow(bytes, static_cast<size_t>(none ? 0 : elements), &bytes))
+    return torch::stable::new_empty(like, sizes, type);
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  if (const AtenTensorHandle handle = pooled(sizes, strides, bytes, dtype)) return Tensor(handle);
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides,
+                                                         dtype, aoti_torch_device_type_cpu(), -1, &handle));
+  Tensor result(handle);
+  if (pool_poisons() && bytes > 0) std::memset(result.mutable_data_ptr(), 0xff, bytes);
+  return result;
 }
 
 }  // namespace seqkern

@@ -80,16 +80,9 @@ inline bool unit_last_stride(const Tensor& t) {
 inline Tensor with_unit_last_stride(const Tensor& t) { return unit_last_stride(t) ? t : torch::stable::contiguous(t); }
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// A tensor on memory of the pool, or nothing: small, or a torch (2.10) that cannot tell when the tensor dies.
-std::optional<Tensor> pooled_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type);
-
-// Uninitialised memory on the device of `like`.
-inline Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  if (like.is_cpu()) {
-    if (auto pooled = pooled_tensor(sizes, type)) return *pooled;
-  }
-  return torch::stable::new_empty(like, sizes, type);
-}
+// Uninitialised memory on the device of `like`: on the CPU of the pool where it is large, and without the dispatcher,
+// which takes longer than many a kernel.
+Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type);
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
 }

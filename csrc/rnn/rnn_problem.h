@@ -1,6 +1,7 @@
 // A checked recurrent layer: its sizes, its inputs as the kernels read them, the order of its rows.
 #pragma once
 
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -70,11 +71,18 @@ inline Tensor as_type(const Tensor& t, ScalarType type) {
 }
 // A contiguous tensor of its own, to be written to or returned.
 inline Tensor as_type_copy(const Tensor& t, ScalarType type) {
+  if (t.scalar_type() == type && t.is_contiguous()) {
+    Tensor copy = empty(t, t.sizes(), type);
+    if (t.numel() > 0) std::memcpy(copy.mutable_data_ptr(), t.const_data_ptr(), t.numel() * t.element_size());
+    return copy;
+  }
   return torch::stable::to(t, type, std::nullopt, std::nullopt, std::nullopt, false, /*copy=*/true,
                            torch::headeronly::MemoryFormat::Contiguous);
 }
 inline Tensor zeros(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
-  return torch::stable::new_zeros(like, {sizes.begin(), sizes.size()}, type);
+  Tensor t = empty(like, sizes, type);
+  if (t.numel() > 0) std::memset(t.mutable_data_ptr(), 0, t.numel() * t.element_size());
+  return t;
 }
 
 inline const char* at(const Tensor& t, int64_t element) {
