@@ -44,6 +44,8 @@ TensorMap tensor_map(const char* op, Dtype dtype, const void* data, const int64_
 }
 
 // Every tensor on memory of its own, whose ends AddressSanitizer knows.
-std::optional<Tensor> pooled_tensor(torch::headeronly::IntHeaderOnlyArrayRef, ScalarType) { return std::nullopt; }
+Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  return torch::stable::new_empty(like, sizes, type);
+}
 
 }  // namespace seqkern
