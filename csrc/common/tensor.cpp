@@ -70,8 +70,9 @@ Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   if (const AtenTensorHandle handle = pooled(sizes, strides, bytes, dtype)) return Tensor(handle);
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides,
-                                                         dtype, aoti_torch_device_type_cpu(), -1, &handle));
+  SK_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
+                                    aoti_torch_device_type_cpu(), -1, &handle) == 0,
+           "seqkern: no memory for a tensor of ", bytes, " bytes");
   Tensor result(handle);
   if (pool_poisons() && bytes > 0) std::memset(result.mutable_data_ptr(), 0xff, bytes);
   return result;
