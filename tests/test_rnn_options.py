@@ -283,9 +283,10 @@ def test_a_reset_stops_gradients_and_bad_numbers(cell, isa):
     assert torch.equal(again[3:], output[3:])
 
 
-def test_chunks_with_lengths_and_state_passing(cell, isa):
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+def test_chunks_with_lengths_and_state_passing(cell, norms, isa):
     """Truncated back-propagation: ragged sequences, a chunk at a time."""
-    weights, extra = network(cell, 5, 9, norms=True)
+    weights, extra = network(cell, 5, 9, norms=norms)
     lengths = torch.tensor([10, 3, 7, 4])
     x, hx = torch.randn(10, 4, 5), state(cell, 1, 4, 9)
     function = getattr(seqkern, cell)
@@ -295,7 +296,11 @@ def test_chunks_with_lengths_and_state_passing(cell, isa):
         output, hx = function(piece, hx, weights, lengths=(lengths - start).clamp(0, len(piece)), **extra)
         pieces.append(output)
         start += len(piece)
-    assert equal([torch.cat(pieces), *flat(hx)], [whole, *flat(last)])
+    chunks, at_once = [torch.cat(pieces), *flat(hx)], [whole, *flat(last)]
+    if norms:  # their product with the input is torch's, whose bits may change with the rows
+        torch.testing.assert_close(chunks, at_once, atol=2e-6, rtol=1e-5)
+    else:
+        assert equal(chunks, at_once)
 
 
 def test_all_c(isa):

@@ -1,10 +1,6 @@
 // Products of attention in bfloat16, sums in float32: on matrix tiles (AMX), or by dot products of pairs (AVX512-BF16).
 // Both take the same operands (attention_bf16.h).
 //
-// TDPBF16PS adds to a tile of 16 x 16 floats the product of a left and a right tile: 16 384 operations in 16 cycles. A
-// library that uses tiles releases their configuration when it is done (oneDNN does): every entry of a kernel loads it,
-// and releases it.
-//
 // VDPBF16PS adds to 16 floats the two products of each of 16 pairs: a row of a right tile times a pair of a left tile's
 // row, which is read as if it were a float, to all lanes. 16 accumulators hide its 6 cycles, at one a cycle (Zen 4): 4
 // rows of 4 tiles of columns, which run at 0.95 of that in L1, less what a short sum loses at its ends. Tried and lost:
@@ -13,93 +9,14 @@
 #pragma once
 
 #include "attention_bf16.h"
+#include "matrix_tiles.h"
 
 namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Tiles of one operand: from one tile of rows (of the right one: of columns) to the next, and from one step of the
-// depth to the next, in bytes; `stride` between the rows of a tile.
-struct Tiles {
-  const void* data;
-  int64_t outer, depth, stride = 64;
-  SK_INLINE Tiles at(int64_t outer_tiles, int64_t steps) const {
-    return {static_cast<const char*>(data) + outer_tiles * outer + steps * depth, outer, depth, stride};
-  }
-};
-
 #if defined(__AMX_BF16__)
 // ---- matrix tiles --------------------------------------------------------------------------------------------------
-
-// In memory for good: the compiler's intrinsic reads 64 bytes but admits to reading 8, so that parts of a local one
-// might never be written.
-struct alignas(64) TilePalette {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TilePalette) == 64, "as the instruction reads it");
-constexpr TilePalette kPalette;
-
-class TileConfiguration {
- public:
-  TileConfiguration() { _tile_loadconfig(&kPalette); }
-  TileConfiguration(const TileConfiguration&) = delete;
-  TileConfiguration& operator=(const TileConfiguration&) = delete;
-  ~TileConfiguration() { _tile_release(); }
-};
-
-// The intrinsics do not tell the compiler which memory they touch: what was stored before must be there, and what is
-// loaded later must be loaded later.
-SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
-
-// As the compiler's intrinsics, but in order with all other accesses of memory.
-#define SK_TILE_LOAD(tile, from, bytes)                                                     \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(static_cast<const void*>(from)), \
-                   "r"(static_cast<int64_t>(bytes))                                         \
-                   : "memory")
-#define SK_TILE_STORE(tile, to, bytes)                                                   \
-  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(static_cast<void*>(to)), \
-                   "r"(static_cast<int64_t>(bytes))                                      \
-                   : "memory")
-
-// C (+)= A B for M x N tiles of C, at most two by two: accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7.
-template <int M, int N>
-SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, bool accumulate) {
-  const int64_t row_bytes = ldc * 4;
-  memory_barrier();
-  if (accumulate) {
-    _tile_loadd(0, c, row_bytes);
-    if constexpr (N == 2) _tile_loadd(1, c + 16, row_bytes);
-    if constexpr (M == 2) _tile_loadd(2, c + 16 * ldc, row_bytes);
-    if constexpr (M == 2 && N == 2) _tile_loadd(3, c + 16 * ldc + 16, row_bytes);
-  } else {
-    _tile_zero(0);
-    if constexpr (N == 2) _tile_zero(1);
-    if constexpr (M == 2) _tile_zero(2);
-    if constexpr (M == 2 && N == 2) _tile_zero(3);
-  }
-  const char *left = static_cast<const char*>(a.data), *right = static_cast<const char*>(b.data);
-  for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth) {
-    _tile_loadd(4, left, a.stride);
-    _tile_loadd(6, right, b.stride);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (N == 2) {
-      _tile_loadd(7, right + b.outer, b.stride);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (M == 2) {
-      _tile_loadd(5, left + a.outer, a.stride);
-      _tile_dpbf16ps(2, 5, 6);
-    }
-    if constexpr (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, c, row_bytes);
-  if constexpr (N == 2) _tile_stored(1, c + 16, row_bytes);
-  if constexpr (M == 2) _tile_stored(2, c + 16 * ldc, row_bytes);
-  if constexpr (M == 2 && N == 2) _tile_stored(3, c + 16 * ldc + 16, row_bytes);
-  memory_barrier();
-}
 
 // An element of C does not depend on the tiles beside its own.
 inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
@@ -110,11 +27,11 @@ inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, con
       float* corner = c + m * 16 * ldc + n * 16;
       const Tiles left = a.at(m, 0), right = b.at(n, 0);
       if (m + 1 < row_tiles) {
-        if (two) tile_block<2, 2>(steps, left, right, corner, ldc, accumulate);
-        else tile_block<2, 1>(steps, left, right, corner, ldc, accumulate);
+        if (two) tile_block<2, 2>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
+        else tile_block<2, 1>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
       } else {
-        if (two) tile_block<1, 2>(steps, left, right, corner, ldc, accumulate);
-        else tile_block<1, 1>(steps, left, right, corner, ldc, accumulate);
+        if (two) tile_block<1, 2>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
+        else tile_block<1, 1>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
       }
     }
   }
@@ -130,7 +47,7 @@ inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, con
   for (int64_t n = 0; n < column_tiles; ++n) {
     float* corner = c + whole * 16 * ldc + n * 16;
     for (int64_t r = 0; accumulate && r < rest; ++r) store(last + r * 16, load(corner + r * ldc));
-    tile_block<1, 1>(steps, a.at(whole, 0), b.at(n, 0), last, 16, accumulate);
+    tile_block<1, 1>(steps, a.at(whole, 0), b.at(n, 0), last, 16, 256, accumulate);
     for (int64_t r = 0; r < rest; ++r) store(corner + r * ldc, load(last + r * 16));
   }
 }

@@ -96,7 +96,7 @@ template <class T>
 void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
   const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups, side = tile_vectors(p.groups) * W<A>;
-  const int64_t vectors = width / W<A>;
+  const int64_t vectors = width / W<A>, all = padded_units(p.depth);
   struct {
     int64_t column, count;
     A* to;
@@ -104,9 +104,12 @@ void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<
   for (int64_t v = 0; v < vectors; ++v) {
     const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
     const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
-    A* to = packed + (v * W<A> / side * units(p.depth) + units(k)) * side + v * W<A> % side;
+    A* to = packed + (v * W<A> / side * all + units(k)) * side + v * W<A> % side;
     parts[v] = {left > 0 ? column : 0, left < 0 ? 0 : left < W<A> ? left : W<A>, to};
   }
+  if (k + depth == p.depth)
+    for (int64_t i = units(depth); i < all - units(k); ++i)
+      for (int64_t v = 0; v < vectors; ++v) store(parts[v].to + i * side, Vec<A>{});
   if (!p.rows && p.n_stride != 1) {
     const T* source = static_cast<const T*>(p.source) + k;
     for (int64_t v = 0; v < vectors; ++v)
@@ -126,7 +129,8 @@ void pack_item(const Packing& p, int64_t item) {
   const int64_t slice = kBlockDepth * kTerms, slices = (p.depth + slice - 1) / slice;
   const int64_t panel = item / slices, k = item % slices * slice;
   const int64_t depth = p.depth - k < slice ? p.depth - k : slice;
-  pack_rows<T>(p, panel, k, depth, static_cast<A*>(p.packed) + panel * units(p.depth) * panel_width<A>(p.groups));
+  pack_rows<T>(p, panel, k, depth,
+               static_cast<A*>(p.packed) + panel * padded_units(p.depth) * panel_width<A>(p.groups));
 }
 
 // A whole panel, where it is needed, instead of all of them before.

@@ -5,9 +5,16 @@
 // multiply-add (VDPBF16PS) adds both products of each lane's pairs. A sum over k numbers takes units(k) of them; a
 // number that is missing is zero on both sides. Everything else about a product is the same: units are loaded,
 // broadcast and transposed as what they look like, accumulators.
+//
+// Where such a unit is compiled for AMX, products are of matrix tiles (matrix_tiles.h), which take kDepthStep units at
+// a time: an operand's rows are filled up with zeros to whole steps, padded_units(k) of them.
 #pragma once
 
 #include "simd.h"
+
+#if defined(SK_PAIRS) && defined(__AMX_BF16__)
+#define SK_TILES
+#endif
 
 namespace seqkern {
 namespace SK_TIER {
@@ -23,7 +30,14 @@ template <class A>
 using Number = A;
 #endif
 
+#if defined(SK_TILES)
+constexpr int64_t kDepthStep = 16;
+#else
+constexpr int64_t kDepthStep = 1;
+#endif
+
 constexpr int64_t units(int64_t numbers) { return (numbers + kTerms - 1) / kTerms; }
+constexpr int64_t padded_units(int64_t numbers) { return (units(numbers) + kDepthStep - 1) / kDepthStep * kDepthStep; }
 
 template <class V>
 SK_INLINE V multiply_add(V x, V y, V sum) {
@@ -79,12 +93,26 @@ SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
 #endif
 }
 
-// W numbers of a row of an operand, from number `at` on, of which n exist: those beyond are zero in the last unit.
+// Zeros after the last number of a row of an operand: what is missing to its last unit, or step. Up to kOperandEnd.
+constexpr int64_t kOperandEnd = kTerms * kDepthStep;
+template <class N>
+SK_INLINE void end_operand(N* end) {
+#if defined(SK_TILES)
+  _mm512_storeu_si512(end, _mm512_setzero_si512());
+#elif defined(SK_PAIRS)
+  *end = N{};
+#else
+  (void)end;
+#endif
+}
+// W numbers of a row of an operand, from number `at` on, of which n exist, up to the row's end: those beyond are zero
+// to the end of its last unit, or step.
 template <class A>
 SK_INLINE void store_numbers(A* row, int64_t at, Vec<A> v, int64_t n) {
 #if defined(SK_PAIRS)
   BFloat16* to = reinterpret_cast<BFloat16*>(row) + at;
   store(to, n >= W<A> ? v : keep_first<A>(v, n));
+  if (kDepthStep > 1 && n <= W<A> && at % kOperandEnd < kOperandEnd - W<A>) store(to + W<A>, Vec<A>{});
 #else
   store(row + at, v);
 #endif

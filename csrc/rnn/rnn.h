@@ -209,6 +209,7 @@ struct RnnKernels {
   int64_t (*packed_size)(Dtype dtype, int64_t depth, int64_t columns, int64_t groups);
   int64_t (*pack_items)(const Packing&);
   void (*pack)(const Packing&, int64_t item);
+  int64_t (*block_rows)(int64_t rows, int64_t columns, int64_t threads);  // Product::block_rows
   int64_t (*multiply_scratch)(Dtype dtype);
   void (*multiply)(const Product&, int64_t item, void* scratch);
   int64_t (*few_rows_items)(const RnnFewRows&);

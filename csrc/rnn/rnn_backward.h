@@ -157,6 +157,7 @@ struct Backward {
     const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
     if (!Plain && (l.norm || l.project)) {
       if (count > 0) {
+        const RowTiles tiles(count);
         few_rows_product(count, P, depth, d, d_stride, packed, state.dh_hat, state.h_stride);
         carry(t, count, 0, P, 0, H, state.dh_hat, state.h_stride);
       }
@@ -164,6 +165,7 @@ struct Backward {
       if (next > 0) wide_step(t_next, next, table);
       return;
     }
+    const RowTiles tiles(count);
     const int64_t group = packed ? panel_group<kGemmVecs>(count) : kSlicePanels<A>;
     A* slice = products + rows.share.rows * kSlicePanels<A> * kPanel<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
@@ -173,8 +175,9 @@ struct Backward {
       const int64_t begin = panel * kPanel<A>, last = begin + panels * kPanel<A>, end = H < last ? H : last;
       const int64_t stride = group * kPanel<A>;
       if (packed)
-        panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride, packed + panel * depth * kPanel<A>, products,
-                                     stride, kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
+        panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride,
+                                     packed + panel * padded_units(G * H) * kPanel<A>, products, stride, kPanel<A>,
+                                     [&](int64_t i0, int64_t i1) SK_PREFETCHING {
                                        for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
                                      });
       else if (count > 0) slice_products(count, panels, d, d_stride, p.direction.w_hh, panel, products, stride, slice);
@@ -230,7 +233,7 @@ struct Backward {
   }
   SK_INLINE void keep(const BackwardRow<A>& r, int64_t u, const Vec<A> (&d)[R]) const {
     for (int g = 0; g < R; ++g) store_upto(r.grad_z + g * H + u, d[g], H - u);
-    if (kTerms > 1 && H - u <= W<A>) r.grad_z[R * H] = {};  // the last unit may end beyond the row
+    if (H - u <= W<A>) end_operand(r.grad_z + R * H);
   }
 
   // dc, d_o: of c~ through the output, and of o.
@@ -276,6 +279,7 @@ struct Backward {
     if (l.project) {
       dh_wide = state.dh_wide, stride = state.c_stride;
       if constexpr (kTerms > 1) as_operand(count, P, state.dh_hat, state.h_stride, state.dh_operand, state.operand);
+      const RowTiles tiles(count);
       few_rows_product(count, H, units(P), state.dh_operand, state.operand,
                        static_cast<const A*>(p.direction.packed_w_hr), dh_wide, stride);
     }
@@ -293,7 +297,7 @@ struct Backward {
       Number<A>* grad_zh = static_cast<Number<A>*>(p.grad_zh) + token * p.grad_z_stride;
       norm_gradient_row(raw, columns, RowNorm<A>(raw, columns, l.eps), norm_part(0), r.grad_z + kPart * H, grad_zh,
                         sums, sums ? sums + columns : nullptr);
-      if (kTerms > 1) grad_zh[columns] = {};
+      end_operand(grad_zh + columns);
     }
   }
 

@@ -181,14 +181,14 @@ struct Forward {
       A* to = state.h[parity] + i * state.h_stride;
       for (int64_t u = begin; u < end; u += W<A>) {
         const Vec<A> h = load_upto(from + u, end - u);
-        store_numbers(to, u, mask ? h * load_upto(mask + u, end - u) : h, end - u);
+        store_numbers(to, u, mask ? h * load_upto(mask + u, end - u) : h, P - u);
       }
     }
     if (!l.resets) return;
     for (int64_t i = 0; i < next; ++i) {
       if (!rows.reset(t_next, i)) continue;
       for (int64_t u = begin; u < end; u += W<A>)
-        store_numbers(state.h[parity] + i * state.h_stride, u, Vec<A>{}, end - u);
+        store_numbers(state.h[parity] + i * state.h_stride, u, Vec<A>{}, P - u);
       zero_columns(state.plain_h + i * state.plain_stride, begin, end);
       if (kLstm) zero_columns(state.c + i * state.c_stride, c_begin, c_end);
     }
@@ -205,21 +205,15 @@ struct Forward {
   template <class Before>
   SK_INLINE void unit_products(int64_t count, int64_t panel, int64_t panels, int parity, A* products, int64_t stride,
                                const Before& before) const {
-    const int64_t size = units(P) * NV * W<A>;
     const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
-    if (packed) {
-      packed += panel * size;
-    } else if (count == 1) {
-      before(0, 1);
-      return one_row_products(p.direction.w_hh, panel, panels, state.h[parity], products);
-    } else {
-      A* own = products + rows.share.rows * group_size<A>();
-      for (int64_t q = 0; q < panels && count > 0; ++q) pack_panel(p.direction.w_hh, panel + q, own + q * size);
-      packed = own;
-    }
-    panel_products<A, TV>(count, panels * kParts, units(P), state.h[parity], state.h_stride, packed, products, stride,
-                          TV * W<A>, before);
+    if (!packed)
+      return unpacked_products<A, TV>(count, p.direction.w_hh, panel, panels, state.h[parity], state.h_stride, products,
+                                      stride, products + rows.share.rows * group_size<A>(), before);
+    panel_products<A, TV>(count, panels * kParts, units(P), state.h[parity], state.h_stride,
+                          packed + panel * padded_units(P) * NV * W<A>, products, stride, TV * W<A>, before);
   }
+
+  RowTiles row_tiles(int64_t count) const { return RowTiles(p.direction.packed_w_hh ? count : kUnpackedRows); }
 
   void turn(int64_t turn, int64_t panel_begin, int64_t panel_end, A* scratch) const {
     const int64_t step = p.step_begin + turn - 1, steps = p.step_end - p.step_begin;
@@ -235,6 +229,7 @@ struct Forward {
       change(count, t_next, next, next_parity, 0, P, 0, H);
       return;
     }
+    const RowTiles tiles = row_tiles(count);
     const int64_t group = unit_group(count), stride = group * NV * W<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
     for (int64_t g = 0; g < groups; ++g) {
@@ -301,8 +296,9 @@ struct Forward {
     return gates_of(zx, z, W<A>, c_prev, h_prev, u, gates, o);
   }
 
-  void wide_step(int64_t t, int64_t count, int parity, const ForwardRow<A>* table, A* products) const {
+  void wide_products(int64_t count, int parity, A* products) const {
     const int64_t group = unit_group(count), panels = (H + kUnits - 1) / kUnits, stride = group * NV * W<A>;
+    const RowTiles tiles = row_tiles(count);
     for (int64_t panel = 0; panel < panels; panel += group) {
       const int64_t some = panels - panel < group ? panels - panel : group;
       unit_products(count, panel, some, parity, products, stride, [](int64_t, int64_t) {});
@@ -315,6 +311,10 @@ struct Forward {
                          load(products + i * stride + (q * NV + v) * W<A>), H - u);
           }
     }
+  }
+
+  void wide_step(int64_t t, int64_t count, int parity, const ForwardRow<A>* table, A* products) const {
+    wide_products(count, parity, products);
     for (int64_t i = 0; i < count; ++i) {
       const ForwardRow<A>& r = table[i];
       A *zh = state.zh + i * state.z_stride, *c_new = state.c_new + i * state.c_stride,
@@ -334,6 +334,7 @@ struct Forward {
       for (int64_t i = 0; i < count; ++i)
         for (int64_t u = 0; u < H; u += W<A>)
           store_numbers(state.h_wide + i * state.wide_stride, u, load_upto(h_hat + i * h_hat_stride + u, H - u), H - u);
+      const RowTiles tiles(count);
       few_rows_product(count, P, units(H), state.h_wide, state.wide_stride,
                        static_cast<const A*>(p.direction.packed_w_hr), state.h_hat, state.plain_stride);
       h_hat = state.h_hat, h_hat_stride = state.plain_stride;
@@ -389,8 +390,8 @@ int64_t forward_panels(const RnnLayer& l) {
 }
 template <class A>
 int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
-  const int64_t packed = packs_on_the_way(l) ? units(l.width) : 0;
-  return row_table_size<ForwardRow<A>, A>(rows) + (rows + packed) * group_size<A>();
+  const int64_t packed = packs_on_the_way(l) ? unpacked_scratch<A>(rows, l.width, group_size<A>()) : 0;
+  return row_table_size<ForwardRow<A>, A>(rows) + rows * group_size<A>() + packed;
 }
 
 }  // namespace

@@ -1,0 +1,191 @@
+// Matrix tiles (AMX): their configuration, and blocks of a product C = A B in bfloat16 with sums in float32.
+//
+// TDPBF16PS adds to a tile of 16 x 16 floats the product of a left and a right tile: 16 384 operations in 16 cycles. A
+// left tile is 16 rows of 32 bfloat16; a right one holds in row i the rows 2i and 2i + 1 of its operand, pair by pair.
+// The sums of the even and of the odd terms of 32 are taken apart, in order, then added to each other and to C.
+//
+// A library that uses tiles releases their configuration when it is done (oneDNN does): every entry of a kernel loads
+// it, and releases it. That takes some 200 cycles (Granite Rapids).
+#pragma once
+
+#include "simd.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+// Tiles of one operand: from one tile of rows (of the right one: of columns) to the next, and from one step of the
+// depth to the next, in bytes; `stride` between the rows of a tile.
+struct Tiles {
+  const void* data;
+  int64_t outer, depth, stride = 64;
+  SK_INLINE Tiles at(int64_t outer_tiles, int64_t steps) const {
+    return {static_cast<const char*>(data) + outer_tiles * outer + steps * depth, outer, depth, stride};
+  }
+};
+
+#if defined(__AMX_BF16__)
+
+struct alignas(64) TilePalette {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TilePalette) == 64, "as the instruction reads it");
+
+// By the rows of accumulators and left tiles. In memory for good: the compiler's intrinsic reads 64 bytes but admits to
+// reading 8, so that parts of a local one might never be written.
+struct TilePalettes {
+  TilePalette by_rows[17];
+  constexpr TilePalettes() : by_rows() {
+    for (int rows = 0; rows < 17; ++rows)
+      for (int tile = 0; tile < 6; ++tile) by_rows[rows].rows[tile] = static_cast<uint8_t>(rows > 0 ? rows : 1);
+  }
+};
+constexpr TilePalettes kPalettes;
+
+// Tiles 0 to 5, which are C's and the left ones, have `rows` rows, at most 16.
+class TileConfiguration {
+ public:
+  explicit TileConfiguration(int64_t rows = 16) { _tile_loadconfig(&kPalettes.by_rows[rows < 16 ? rows : 16]); }
+  TileConfiguration(const TileConfiguration&) = delete;
+  TileConfiguration& operator=(const TileConfiguration&) = delete;
+  ~TileConfiguration() { _tile_release(); }
+};
+
+// The intrinsics do not tell the compiler which memory they touch: what was stored before must be there, and what is
+// loaded later must be loaded later.
+SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
+
+// As the compiler's intrinsics, but in order with all other accesses of memory.
+#define SK_TILE_LOAD(tile, from, bytes)                                                     \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(static_cast<const void*>(from)), \
+                   "r"(static_cast<int64_t>(bytes))                                         \
+                   : "memory")
+#define SK_TILE_STORE(tile, to, bytes)                                                   \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(static_cast<void*>(to)), \
+                   "r"(static_cast<int64_t>(bytes))                                      \
+                   : "memory")
+
+// C (+)= A B for M x N tiles of C: two by two, accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7. The rows
+// of C's second row of tiles begin `c_outer` floats after those of the first.
+template <int M, int N>
+SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, int64_t c_outer,
+                          bool accumulate) {
+  static_assert(M <= 2 && N <= 2, "four accumulators");
+  const int64_t row_bytes = ldc * 4;
+  memory_barrier();
+  if (accumulate) {
+    _tile_loadd(0, c, row_bytes);
+    if constexpr (N == 2) _tile_loadd(1, c + 16, row_bytes);
+    if constexpr (M == 2) _tile_loadd(2, c + c_outer, row_bytes);
+    if constexpr (M == 2 && N == 2) _tile_loadd(3, c + c_outer + 16, row_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (N == 2) _tile_zero(1);
+    if constexpr (M == 2) _tile_zero(2);
+    if constexpr (M == 2 && N == 2) _tile_zero(3);
+  }
+  const char *left = static_cast<const char*>(a.data), *right = static_cast<const char*>(b.data);
+  for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth) {
+    _tile_loadd(4, left, a.stride);
+    _tile_loadd(6, right, b.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (N == 2) {
+      _tile_loadd(7, right + b.outer, b.stride);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (M == 2) {
+      _tile_loadd(5, left + a.outer, a.stride);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, c, row_bytes);
+  if constexpr (N == 2) _tile_stored(1, c + 16, row_bytes);
+  if constexpr (M == 2) _tile_stored(2, c + c_outer, row_bytes);
+  if constexpr (M == 2 && N == 2) _tile_stored(3, c + c_outer + 16, row_bytes);
+  memory_barrier();
+}
+
+// The same for one row of N tiles, three or four: as many accumulators as hide a product's latency.
+template <int N>
+SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, bool accumulate) {
+  static_assert(N == 3 || N == 4, "three or four accumulators");
+  const int64_t row_bytes = ldc * 4;
+  memory_barrier();
+  if (accumulate) {
+    _tile_loadd(0, c, row_bytes);
+    _tile_loadd(1, c + 16, row_bytes);
+    _tile_loadd(2, c + 32, row_bytes);
+    if constexpr (N == 4) _tile_loadd(3, c + 48, row_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    if constexpr (N == 4) _tile_zero(3);
+  }
+  const char *left = static_cast<const char*>(a.data), *right = static_cast<const char*>(b.data);
+  for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth) {
+    _tile_loadd(4, left, a.stride);
+    _tile_loadd(6, right, b.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right + b.outer, b.stride);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, right + 2 * b.outer, b.stride);
+    _tile_dpbf16ps(2, 4, 6);
+    if constexpr (N == 4) {
+      _tile_loadd(7, right + 3 * b.outer, b.stride);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, c, row_bytes);
+  _tile_stored(1, c + 16, row_bytes);
+  _tile_stored(2, c + 32, row_bytes);
+  if constexpr (N == 4) _tile_stored(3, c + 48, row_bytes);
+  memory_barrier();
+}
+
+// And for one column of M tiles, three or four, those of C one below the other.
+template <int M>
+SK_INLINE void tile_column(int64_t steps, const char* const (&left)[M], int64_t left_stride, int64_t left_step,
+                           const Tiles& b, float* c, int64_t ldc, bool accumulate) {
+  static_assert(M == 3 || M == 4, "three or four accumulators");
+  memory_barrier();
+  if (accumulate) {
+    _tile_loadd(0, c, ldc * 4);
+    _tile_loadd(1, c + 16 * ldc, ldc * 4);
+    _tile_loadd(2, c + 32 * ldc, ldc * 4);
+    if constexpr (M == 4) _tile_loadd(3, c + 48 * ldc, ldc * 4);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    if constexpr (M == 4) _tile_zero(3);
+  }
+  const char* right = static_cast<const char*>(b.data);
+  for (int64_t k = 0; k < steps; ++k, right += b.depth) {
+    _tile_loadd(6, right, b.stride);
+    _tile_loadd(4, left[0] + k * left_step, left_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, left[1] + k * left_step, left_stride);
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_loadd(4, left[2] + k * left_step, left_stride);
+    _tile_dpbf16ps(2, 4, 6);
+    if constexpr (M == 4) {
+      _tile_loadd(5, left[3] + k * left_step, left_stride);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+  }
+  _tile_stored(0, c, ldc * 4);
+  _tile_stored(1, c + 16 * ldc, ldc * 4);
+  _tile_stored(2, c + 32 * ldc, ldc * 4);
+  if constexpr (M == 4) _tile_stored(3, c + 48 * ldc, ldc * 4);
+  memory_barrier();
+}
+
+#endif
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern

@@ -1,0 +1,99 @@
+// Large products on matrix tiles (AMX), with the panels of blocked_gemm.h: C = A B + bias, A and B as bfloat16.
+//
+// B's panels are right tiles as they are. A goes two tiles of rows at a time, a slice of the depth, into scratch that
+// L1 keeps while all columns of the block go by; those stream from L2. Their sums stay in tiles over the slice, and
+// leave for C at once after the last one.
+//
+// An element of C is the sum over steps of 32 terms in ascending order (matrix_tiles.h), whatever the blocks are and
+// whoever computes them.
+#pragma once
+
+#include "blocked_gemm.h"
+#include "matrix_tiles.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+// A slice of A: 32 rows of 32 KB in all, and a cache line more in each.
+constexpr int64_t kTileSlice = 256, kStagedStride = kTileSlice + 16, kTileRows32 = 32;
+// Rows of a block: a part of B that comes from beyond L2 is used for so many.
+constexpr int64_t kTileBlockRows = 192;
+constexpr int64_t kTileC = kBlockColumns + 16;
+
+inline int64_t tile_block_rows(int64_t rows, int64_t columns, int64_t threads) {
+  const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
+  int64_t count = blocks(rows, kTileBlockRows);
+  const int64_t column_blocks = blocks(columns, kBlockColumns), most = blocks(rows, kTileRows32);
+  while (count < most && count * column_blocks < 4 * threads) ++count;
+  return blocks(blocks(rows, count), kTileRows32) * kTileRows32;
+}
+constexpr int64_t kTileScratch = kTileRows32 * kStagedStride + kTileBlockRows * kTileC;
+
+// A(m0 .. m0 + rows, k0 .. k0 + depth) as left tiles take it: rows of units, filled up with zeros to whole steps; those
+// beyond `rows` are left as they are. k0 is a step's first number.
+template <class T>
+void stage_rows(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, float* staged) {
+  const int64_t all = padded_units(depth);
+  if (p.a_k_stride == 1) {
+    for (int64_t m = 0; m < rows; ++m) {
+      const T* row = p.a_rows ? static_cast<const T*>(p.a_rows[m0 + m])
+                              : static_cast<const T*>(p.a) + (m0 + m) * p.a_row_stride;
+      for (int64_t k = 0; k < all; k += W<float>)
+        store(staged + m * kStagedStride + k, row ? load_units(row + k0 + k * kTerms, depth - k * kTerms) : vf32{});
+    }
+    return;
+  }
+  const T* in = static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
+  for (int64_t k = 0; k < all; k += W<float>) {
+    for (int64_t m = 0; m < rows; m += W<float>) {
+      vf32 block[W<float>];
+      for (int64_t i = 0; i < W<float>; ++i) {
+        const auto row = [&](int64_t j) {
+          const int64_t at = (k + i) * kTerms + j;
+          return at < depth ? in + at * p.a_k_stride : nullptr;
+        };
+        block[i] = load_rows<T>(row, m, rows - m);
+      }
+      transpose_square<float>(block);
+      for (int64_t i = 0; i < W<float>; ++i) store(staged + (m + i) * kStagedStride + k, block[i]);
+    }
+  }
+}
+
+// Work item: one block of C, `item` counting the rows fastest: the next block finds B's panels in L2.
+inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) {
+  const int64_t row_blocks = (p.rows + p.block_rows - 1) / p.block_rows;
+  const int64_t m0 = item % row_blocks * p.block_rows, n0 = item / row_blocks * kBlockColumns;
+  const int64_t rows = p.rows - m0 < p.block_rows ? p.rows - m0 : p.block_rows;
+  const int64_t columns = p.columns - n0 < kBlockColumns ? p.columns - n0 : kBlockColumns;
+  const int64_t all = padded_units(p.depth), panel_units = all * kPanel<float>;
+  const float* b = static_cast<const float*>(p.packed_b) + n0 / kPanel<float> * panel_units;
+  float *staged = scratch, *sums = scratch + kTileRows32 * kStagedStride;
+  const TileConfiguration configuration;
+  for (int64_t k = 0; k == 0 || k < all; k += kTileSlice) {
+    const int64_t first = k * kTerms, left = p.depth - first;
+    const int64_t depth = left < kTileSlice * kTerms ? left : kTileSlice * kTerms, steps = padded_units(depth) / 16;
+    const bool last = k + kTileSlice >= all;
+    for (int64_t m = 0; m < rows; m += kTileRows32) {
+      const int64_t some = rows - m < kTileRows32 ? rows - m : kTileRows32;
+      by_element<float>(p.a_type,
+                        [&](auto t) { stage_rows<decltype(t)>(p, m0 + m, some, first, depth, staged); });
+      const Tiles a{staged, 16 * kStagedStride * 4, 64, kStagedStride * 4};
+      float* c = sums + m * kTileC;
+      for (int64_t n = 0; n < columns; n += 32) {
+        const int64_t width = columns - n < 32 ? columns - n : 32;
+        const Tiles panel{b + n / kPanel<float> * panel_units + k * kPanel<float> + n % kPanel<float>, 64,
+                          16 * kPanel<float> * 4, kPanel<float> * 4};
+        if (last) fetch_tile(p, m0 + m, some, n0 + n, width);
+        if (some > 16) tile_block<2, 2>(steps, a, panel, c + n, kTileC, 16 * kTileC, k > 0);
+        else tile_block<1, 2>(steps, a, panel, c + n, kTileC, 0, k > 0);
+        if (last) write_back<float>(p, m0 + m, some, n0 + n, width, c + n, kTileC);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern

@@ -1,0 +1,192 @@
+// Products of a few rows, for the loops over the steps, on matrix tiles (AMX): with packed panels, and with weights as
+// they lie. As rnn_products.h, with the same names. An element of C is the sum over steps of 32 terms in ascending order
+// (matrix_tiles.h) on every one of these ways: it depends on its own row of A and column of B.
+//
+// A tile of fewer rows takes as long as a whole one, for as long as its right tile changes with every product; panels
+// stream from L2 at that rate, 64 bytes a cycle.
+#pragma once
+
+#include "tile_gemm.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+// Tiles for products of so many rows; with 16 and more the last tile reaches back over rows of the one before.
+using RowTiles = TileConfiguration;
+
+constexpr int whole_tile(int64_t) { return 16; }
+template <int NV>
+constexpr int kTileRows = 16;
+template <int NV>
+constexpr int kTilePanels = 1;
+template <int NV>
+int64_t panel_group(int64_t) {
+  return 1;
+}
+
+// A panel of NV tiles of columns times tiles of rows that begin at `first` and, unless they are the same, `second`.
+template <int NV>
+SK_INLINE void panel_block(int64_t first, int64_t second, int64_t steps, const float* a, int64_t lda, const float* b,
+                           int64_t right_stride, float* c, int64_t ldc, bool accumulate) {
+  const Tiles right{b, 64, 16 * right_stride, right_stride};
+  const auto left = [&](int64_t row) { return Tiles{a + row * lda, (second - first) * lda * 4, 64, lda * 4}; };
+  if (NV == 4 && second != first) {
+    for (int64_t n = 0; n < 4; n += 2)
+      tile_block<2, 2>(steps, left(first), right.at(n, 0), c + first * ldc + n * 16, ldc, (second - first) * ldc,
+                       accumulate);
+    return;
+  }
+  tile_row<NV>(steps, left(first), right, c + first * ldc, ldc, accumulate);
+  if (second != first) tile_row<NV>(steps, left(second), right, c + second * ldc, ldc, accumulate);
+}
+
+// C (+)= A B for one panel over `steps` of the depth. Rows that the last tile takes again get the same sum again;
+// where sums are added to C so many as one block has at most, which reads C before it writes.
+template <int NV, class Before>
+SK_INLINE void panel_rows(int64_t rows, int64_t steps, const float* a, int64_t lda, const float* b, float* c,
+                          int64_t ldc, bool accumulate, const Before& before) {
+  const int64_t tiles = (rows + 15) / 16;
+  const auto row = [&](int64_t tile) { return tile * 16 + 16 <= rows || rows < 16 ? tile * 16 : rows - 16; };
+  for (int64_t tile = 0; tile < tiles; tile += 2) {
+    const int64_t first = row(tile), second = tile + 1 < tiles ? row(tile + 1) : first;
+    before(tile * 16, rows < tile * 16 + 32 ? rows : tile * 16 + 32);
+    panel_block<NV>(first, second, steps, a, lda, b, NV * 64, c, ldc, accumulate);
+  }
+}
+
+// C = A B for `panels` panels of B, each over the whole depth and one after the other. C of a panel begins c_panel
+// after the last one's, its rows are ldc apart. before(row_begin, row_end) is called before tiles of rows are first
+// worked on.
+template <class A, int NV, class Before>
+SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
+                              int64_t ldc, int64_t c_panel, const Before& before) {
+  if (rows == 0) return;
+  const int64_t steps = (depth + 15) / 16;
+  for (int64_t q = 0; q < panels; ++q)
+    panel_rows<NV>(rows, steps, a, lda, b + q * steps * 16 * NV * 16, c + q * c_panel, ldc, false,
+                   [&](int64_t begin, int64_t end) SK_PREFETCHING {
+                     if (q == 0) before(begin, end);
+                   });
+}
+
+// ---- weights as they lie ---------------------------------------------------------------------------------------------
+
+// C = A B for panels of a B whose columns lie as rows of numbers: C^T = B^T A^T, where B^T's rows are left tiles as they
+// lie and A^T's pairs are right ones, made in scratch of unpacked_scratch().
+template <class A>
+int64_t unpacked_scratch(int64_t rows, int64_t depth, int64_t) {
+  return (rows + 15) / 16 * padded_units(depth) * 16 + 2 * kGemmVecs * 256;
+}
+
+// 16 columns of B from `column` on, `count` of which exist, over one step from number k on, as a left tile in scratch.
+template <class T>
+void copy_left(const T* columns, int64_t count, int64_t n_stride, int64_t numbers, float* tile) {
+  for (int64_t n = 0; n < 16; ++n)
+    store(tile + n * 16, n < count ? load_units(columns + n * n_stride, numbers) : vf32{});
+}
+
+// NV vectors of columns, at(v) and count(v) of which, times one tile of rows of A, transposed.
+template <int NV, class T, class At, class Count>
+SK_INLINE void column_tiles(const At& at, const Count& count, int64_t n_stride, int64_t depth, const float* right,
+                            float* copies, float* sums) {
+  const char* left[NV];
+  bool whole = std::is_same<T, BFloat16>::value;
+  for (int v = 0; v < NV; ++v) left[v] = reinterpret_cast<const char*>(at(v)), whole = whole && count(v) == 16;
+  const Tiles b{right, 0, 1024};
+  const int64_t steps = whole ? depth / 32 : 0, all = padded_units(depth) / 16;
+  tile_column<NV>(steps, left, n_stride * 2, 64, b, sums, 16, false);
+  for (int64_t k = steps; k < all; ++k) {
+    for (int v = 0; v < NV; ++v) {
+      copy_left(at(v) + k * 32, count(v), n_stride, depth - k * 32, copies + v * 256);
+      left[v] = reinterpret_cast<const char*>(copies + v * 256);
+    }
+    tile_column<NV>(1, left, 64, 0, b.at(0, k), sums, 16, true);
+  }
+}
+
+template <int NV, class T>
+void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const float* a,
+                          int64_t lda, float* c, int64_t ldc, float* scratch) {
+  const int64_t depth = padded_units(b.depth), tiles = (rows + 15) / 16, group = b.columns / b.groups;
+  float *copies = scratch + tiles * depth * 16, *sums = copies + NV * 256;
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    for (int64_t k = 0; k < depth; k += 16) {
+      vf32 block[16];
+      for (int64_t i = 0; i < 16; ++i)
+        block[i] = tile * 16 + i < rows ? load(a + (tile * 16 + i) * lda + k) : vf32{};
+      transpose_square<float>(block);
+      for (int64_t i = 0; i < 16; ++i) store(scratch + (tile * depth + k + i) * 16, block[i]);
+    }
+  for (int64_t q = 0; q < panels; ++q) {
+    const auto column = [&](int64_t v) {
+      return b.groups == 1 ? ((first_panel + q) * NV + v) * 16 : v * group + (first_panel + q) * 16;
+    };
+    const auto count = [&](int64_t v) {
+      const int64_t left = b.groups == 1 ? b.columns - column(v) : group - (first_panel + q) * 16;
+      return left < 0 ? 0 : left < 16 ? left : int64_t{16};
+    };
+    const auto at = [&](int64_t v) {
+      return static_cast<const T*>(b.source) + (count(v) > 0 ? column(v) * b.n_stride : 0);
+    };
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      column_tiles<NV, T>(at, count, b.n_stride, b.depth, scratch + tile * depth * 16, copies, sums);
+      for (int64_t v = 0; v < NV; ++v) {
+        vf32 block[16];
+        for (int64_t i = 0; i < 16; ++i) block[i] = load(sums + v * 256 + i * 16);
+        transpose_square<float>(block);
+        for (int64_t i = 0; i < 16; ++i)
+          if (tile * 16 + i < rows) store(c + (tile * 16 + i) * ldc + (q * NV + v) * 16, block[i]);
+      }
+    }
+  }
+}
+
+template <class A, int TV, class Before>
+SK_INLINE void unpacked_products(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const A* a,
+                                 int64_t lda, A* c, int64_t ldc, A* scratch, const Before& before) {
+  if (rows == 0) return;
+  before(0, rows);
+  by_element<A>(b.dtype, [&](auto t) {
+    unpacked_products_of<TV, decltype(t)>(rows, b, first_panel, panels, a, lda, c, ldc, scratch);
+  });
+}
+// Rows of the tiles that this takes.
+constexpr int64_t kUnpackedRows = 16;
+// Panels that are worked on together: A is transposed once for them.
+inline int64_t unpacked_group(int64_t) { return 8; }
+
+// Panels of a row-major B that are worked on together, a slice of the depth at a time: long runs of each row, in order.
+template <class A>
+constexpr int64_t kSlicePanels = 4;
+constexpr int64_t kSliceUnits = 128;
+template <class A>
+constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kSliceUnits;
+
+// C = A B for up to kSlicePanels panels of a row-major B, and up to 32 rows.
+template <class A>
+void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Packing& b, int64_t first_panel, A* c,
+                    int64_t ldc, A* slice) {
+  const int64_t all = padded_units(b.depth);
+  by_element<A>(b.dtype, [&](auto t) {
+    using T = decltype(t);
+    for (int64_t k = 0; k < all; k += kSliceUnits) {
+      const int64_t depth = all - k < kSliceUnits ? all - k : kSliceUnits;
+      for (int64_t i = 0; i < depth; ++i) {
+        const auto source = rows_from<T>(b, (k + i) * kTerms);
+        for (int64_t q = 0; q < panels; ++q)
+          for (int64_t v = 0; v < kGemmVecs; ++v) {
+            const int64_t column = (first_panel + q) * kPanel<A> + v * 16;
+            store(slice + (q * depth + i) * kPanel<A> + v * 16, load_rows<T>(source, column, b.columns - column));
+          }
+      }
+      for (int64_t q = 0; q < panels; ++q)
+        panel_rows<kGemmVecs>(rows, depth / 16, a + k, lda, slice + q * depth * kPanel<A>, c + q * kPanel<A>, ldc,
+                              k > 0, [](int64_t, int64_t) {});
+    }
+  });
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern
