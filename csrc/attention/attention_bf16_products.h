@@ -26,12 +26,13 @@ inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, con
     for (int64_t m = 0; m < row_tiles; m += 2) {
       float* corner = c + m * 16 * ldc + n * 16;
       const Tiles left = a.at(m, 0), right = b.at(n, 0);
+      const Addend addend{accumulate ? corner : nullptr, ldc, 16 * ldc};
       if (m + 1 < row_tiles) {
-        if (two) tile_block<2, 2>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
-        else tile_block<2, 1>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
+        if (two) tile_block<2, 2>(steps, left, right, corner, ldc, 16 * ldc, addend);
+        else tile_block<2, 1>(steps, left, right, corner, ldc, 16 * ldc, addend);
       } else {
-        if (two) tile_block<1, 2>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
-        else tile_block<1, 1>(steps, left, right, corner, ldc, 16 * ldc, accumulate);
+        if (two) tile_block<1, 2>(steps, left, right, corner, ldc, 16 * ldc, addend);
+        else tile_block<1, 1>(steps, left, right, corner, ldc, 16 * ldc, addend);
       }
     }
   }
@@ -47,7 +48,7 @@ inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, con
   for (int64_t n = 0; n < column_tiles; ++n) {
     float* corner = c + whole * 16 * ldc + n * 16;
     for (int64_t r = 0; accumulate && r < rest; ++r) store(last + r * 16, load(corner + r * ldc));
-    tile_block<1, 1>(steps, a.at(whole, 0), b.at(n, 0), last, 16, 256, accumulate);
+    tile_block<1, 1>(steps, a.at(whole, 0), b.at(n, 0), last, 16, 0, {accumulate ? last : nullptr, 16, 0});
     for (int64_t r = 0; r < rest; ++r) store(corner + r * ldc, load(last + r * 16));
   }
 }

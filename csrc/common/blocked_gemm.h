@@ -62,9 +62,8 @@ int64_t panel_count(int64_t columns, int64_t groups) {
 
 // Packs `depth` rows of one vector of columns, the first `count` of which exist. A transposition: a vector of k from
 // each of W columns at a time, so that whole cache lines are read and written.
-template <class T>
-void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t count, acc_t<T>* packed,
-                     int64_t packed_stride) {
+template <class T, class RowAt>
+void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t count, const RowAt& row) {
   using A = acc_t<T>;
   for (int64_t k0 = 0; k0 < units(depth); k0 += W<A>) {
     const int64_t rows = units(depth) - k0 < W<A> ? units(depth) - k0 : W<A>, first = k0 * kTerms;
@@ -73,7 +72,7 @@ void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t c
       block[n] = n < count ? load_units(source + n * n_stride + first, depth - first) : Vec<A>{};
     transpose_square<A>(block);
     for (int k = 0; k < W<A>; ++k)
-      if (k < rows) store(packed + (k0 + k) * packed_stride, block[k]);
+      if (k < rows) store(row(k0 + k), block[k]);
   }
 }
 
@@ -101,6 +100,11 @@ void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<
     int64_t column, count;
     A* to;
   } parts[8];  // by vector
+  const auto row = [&](int64_t v, int64_t i) {
+    if (kDepthStep == 1) return parts[v].to + i * side;
+    const int64_t at = units(k) + i;
+    return packed + (at / kDepthStep * vectors + v) * kDepthStep * W<A> + at % kDepthStep * W<A>;
+  };
   for (int64_t v = 0; v < vectors; ++v) {
     const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
     const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
@@ -109,17 +113,18 @@ void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<
   }
   if (k + depth == p.depth)
     for (int64_t i = units(depth); i < all - units(k); ++i)
-      for (int64_t v = 0; v < vectors; ++v) store(parts[v].to + i * side, Vec<A>{});
+      for (int64_t v = 0; v < vectors; ++v) store(row(v, i), Vec<A>{});
   if (!p.rows && p.n_stride != 1) {
     const T* source = static_cast<const T*>(p.source) + k;
     for (int64_t v = 0; v < vectors; ++v)
-      pack_transposed(source + parts[v].column * p.n_stride, p.n_stride, depth, parts[v].count, parts[v].to, side);
+      pack_transposed(source + parts[v].column * p.n_stride, p.n_stride, depth, parts[v].count,
+                      [&](int64_t i) { return row(v, i); });
     return;
   }
   // A row at a time: rows whose distance is a power of two push each other out of the cache.
   for (int64_t i = 0; i < units(depth); ++i)
     for (int64_t v = 0; v < vectors; ++v)
-      store(parts[v].to + i * side, load_rows<T>(rows_from<T>(p, k + i * kTerms), parts[v].column, parts[v].count));
+      store(row(v, i), load_rows<T>(rows_from<T>(p, k + i * kTerms), parts[v].column, parts[v].count));
 }
 
 // Work item: one panel over kBlockDepth units, `item` counting these fastest.

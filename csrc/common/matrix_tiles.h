@@ -67,19 +67,27 @@ SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
                    "r"(static_cast<int64_t>(bytes))                                      \
                    : "memory")
 
-// C (+)= A B for M x N tiles of C: two by two, accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7. The rows
-// of C's second row of tiles begin `c_outer` floats after those of the first.
+// What is added to a product: rows of floats `ld` apart, those of the second row of tiles `outer` after the first; or
+// nothing. One row for all: ld and outer are 0.
+struct Addend {
+  const float* data = nullptr;
+  int64_t ld = 0, outer = 0;
+};
+
+// C = A B + addend for M x N tiles of C: two by two, accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7. The
+// rows of C's second row of tiles begin `c_outer` floats after those of the first.
 template <int M, int N>
 SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, int64_t c_outer,
-                          bool accumulate) {
+                          const Addend& addend) {
   static_assert(M <= 2 && N <= 2, "four accumulators");
   const int64_t row_bytes = ldc * 4;
   memory_barrier();
-  if (accumulate) {
-    _tile_loadd(0, c, row_bytes);
-    if constexpr (N == 2) _tile_loadd(1, c + 16, row_bytes);
-    if constexpr (M == 2) _tile_loadd(2, c + c_outer, row_bytes);
-    if constexpr (M == 2 && N == 2) _tile_loadd(3, c + c_outer + 16, row_bytes);
+  if (addend.data) {
+    const float *first = addend.data, *second = first + addend.outer;
+    _tile_loadd(0, first, addend.ld * 4);
+    if constexpr (N == 2) _tile_loadd(1, first + 16, addend.ld * 4);
+    if constexpr (M == 2) _tile_loadd(2, second, addend.ld * 4);
+    if constexpr (M == 2 && N == 2) _tile_loadd(3, second + 16, addend.ld * 4);
   } else {
     _tile_zero(0);
     if constexpr (N == 2) _tile_zero(1);
@@ -110,15 +118,15 @@ SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* 
 
 // The same for one row of N tiles, three or four: as many accumulators as hide a product's latency.
 template <int N>
-SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, bool accumulate) {
+SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, const Addend& addend) {
   static_assert(N == 3 || N == 4, "three or four accumulators");
   const int64_t row_bytes = ldc * 4;
   memory_barrier();
-  if (accumulate) {
-    _tile_loadd(0, c, row_bytes);
-    _tile_loadd(1, c + 16, row_bytes);
-    _tile_loadd(2, c + 32, row_bytes);
-    if constexpr (N == 4) _tile_loadd(3, c + 48, row_bytes);
+  if (addend.data) {
+    _tile_loadd(0, addend.data, addend.ld * 4);
+    _tile_loadd(1, addend.data + 16, addend.ld * 4);
+    _tile_loadd(2, addend.data + 32, addend.ld * 4);
+    if constexpr (N == 4) _tile_loadd(3, addend.data + 48, addend.ld * 4);
   } else {
     _tile_zero(0);
     _tile_zero(1);

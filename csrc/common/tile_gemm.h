@@ -83,11 +83,12 @@ inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) 
       float* c = sums + m * kTileC;
       for (int64_t n = 0; n < columns; n += 32) {
         const int64_t width = columns - n < 32 ? columns - n : 32;
-        const Tiles panel{b + n / kPanel<float> * panel_units + k * kPanel<float> + n % kPanel<float>, 64,
-                          16 * kPanel<float> * 4, kPanel<float> * 4};
+        const Tiles panel{b + n / kPanel<float> * panel_units + k * kPanel<float> + n % kPanel<float> * 16, 1024,
+                          kGemmVecs * 1024};
+        const Addend sums_before{k > 0 ? c + n : nullptr, kTileC, 16 * kTileC};
         if (last) fetch_tile(p, m0 + m, some, n0 + n, width);
-        if (some > 16) tile_block<2, 2>(steps, a, panel, c + n, kTileC, 16 * kTileC, k > 0);
-        else tile_block<1, 2>(steps, a, panel, c + n, kTileC, 0, k > 0);
+        if (some > 16) tile_block<2, 2>(steps, a, panel, c + n, kTileC, 16 * kTileC, sums_before);
+        else tile_block<1, 2>(steps, a, panel, c + n, kTileC, 0, sums_before);
         if (last) write_back<float>(p, m0 + m, some, n0 + n, width, c + n, kTileC);
       }
     }

@@ -15,9 +15,9 @@ namespace {
 // Tiles for products of so many rows; with 16 and more the last tile reaches back over rows of the one before.
 using RowTiles = TileConfiguration;
 
-constexpr int whole_tile(int64_t) { return 16; }
+constexpr int whole_tile(int64_t) { return 32; }
 template <int NV>
-constexpr int kTileRows = 16;
+constexpr int kTileRows = 32;
 template <int NV>
 constexpr int kTilePanels = 1;
 template <int NV>
@@ -28,30 +28,33 @@ int64_t panel_group(int64_t) {
 // A panel of NV tiles of columns times tiles of rows that begin at `first` and, unless they are the same, `second`.
 template <int NV>
 SK_INLINE void panel_block(int64_t first, int64_t second, int64_t steps, const float* a, int64_t lda, const float* b,
-                           int64_t right_stride, float* c, int64_t ldc, bool accumulate) {
-  const Tiles right{b, 64, 16 * right_stride, right_stride};
+                           float* c, int64_t ldc, const Addend& addend) {
+  const Tiles right{b, 1024, NV * 1024};
   const auto left = [&](int64_t row) { return Tiles{a + row * lda, (second - first) * lda * 4, 64, lda * 4}; };
+  const auto from = [&](int64_t row, int64_t n) {
+    return Addend{addend.data ? addend.data + row * addend.ld + n : nullptr, addend.ld, (second - first) * addend.ld};
+  };
   if (NV == 4 && second != first) {
     for (int64_t n = 0; n < 4; n += 2)
       tile_block<2, 2>(steps, left(first), right.at(n, 0), c + first * ldc + n * 16, ldc, (second - first) * ldc,
-                       accumulate);
+                       from(first, n * 16));
     return;
   }
-  tile_row<NV>(steps, left(first), right, c + first * ldc, ldc, accumulate);
-  if (second != first) tile_row<NV>(steps, left(second), right, c + second * ldc, ldc, accumulate);
+  tile_row<NV>(steps, left(first), right, c + first * ldc, ldc, from(first, 0));
+  if (second != first) tile_row<NV>(steps, left(second), right, c + second * ldc, ldc, from(second, 0));
 }
 
-// C (+)= A B for one panel over `steps` of the depth. Rows that the last tile takes again get the same sum again;
-// where sums are added to C so many as one block has at most, which reads C before it writes.
+// C = A B + addend for one panel over `steps` of the depth. Rows that the last tile takes again get the same sum again;
+// where the addend is C itself there may be 32 rows: a block reads them before it writes.
 template <int NV, class Before>
 SK_INLINE void panel_rows(int64_t rows, int64_t steps, const float* a, int64_t lda, const float* b, float* c,
-                          int64_t ldc, bool accumulate, const Before& before) {
+                          int64_t ldc, const Addend& addend, const Before& before) {
   const int64_t tiles = (rows + 15) / 16;
   const auto row = [&](int64_t tile) { return tile * 16 + 16 <= rows || rows < 16 ? tile * 16 : rows - 16; };
   for (int64_t tile = 0; tile < tiles; tile += 2) {
     const int64_t first = row(tile), second = tile + 1 < tiles ? row(tile + 1) : first;
     before(tile * 16, rows < tile * 16 + 32 ? rows : tile * 16 + 32);
-    panel_block<NV>(first, second, steps, a, lda, b, NV * 64, c, ldc, accumulate);
+    panel_block<NV>(first, second, steps, a, lda, b, c, ldc, addend);
   }
 }
 
@@ -64,7 +67,7 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
   if (rows == 0) return;
   const int64_t steps = (depth + 15) / 16;
   for (int64_t q = 0; q < panels; ++q)
-    panel_rows<NV>(rows, steps, a, lda, b + q * steps * 16 * NV * 16, c + q * c_panel, ldc, false,
+    panel_rows<NV>(rows, steps, a, lda, b + q * steps * 16 * NV * 16, c + q * c_panel, ldc, {},
                    [&](int64_t begin, int64_t end) SK_PREFETCHING {
                      if (q == 0) before(begin, end);
                    });
@@ -177,12 +180,13 @@ void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const
         for (int64_t q = 0; q < panels; ++q)
           for (int64_t v = 0; v < kGemmVecs; ++v) {
             const int64_t column = (first_panel + q) * kPanel<A> + v * 16;
-            store(slice + (q * depth + i) * kPanel<A> + v * 16, load_rows<T>(source, column, b.columns - column));
+            A* to = slice + q * depth * kPanel<A> + (i / 16 * kGemmVecs + v) * 256 + i % 16 * 16;
+            store(to, load_rows<T>(source, column, b.columns - column));
           }
       }
       for (int64_t q = 0; q < panels; ++q)
         panel_rows<kGemmVecs>(rows, depth / 16, a + k, lda, slice + q * depth * kPanel<A>, c + q * kPanel<A>, ldc,
-                              k > 0, [](int64_t, int64_t) {});
+                              {k > 0 ? c + q * kPanel<A> : nullptr, ldc}, [](int64_t, int64_t) {});
     }
   });
 }
