@@ -74,11 +74,16 @@ struct Addend {
   int64_t ld = 0, outer = 0;
 };
 
+// Other work, done between the steps of a product: the tiles' unit computes meanwhile.
+struct NoOther {
+  SK_INLINE void operator()() const {}
+};
+
 // C = A B + addend for M x N tiles of C: two by two, accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7. The
-// rows of C's second row of tiles begin `c_outer` floats after those of the first.
-template <int M, int N>
+// rows of C's second row of tiles begin `c_outer` floats after those of the first. other() is called at every step.
+template <int M, int N, class Other = NoOther>
 SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, int64_t c_outer,
-                          const Addend& addend) {
+                          const Addend& addend, const Other& other = Other{}) {
   static_assert(M <= 2 && N <= 2, "four accumulators");
   const int64_t row_bytes = ldc * 4;
   memory_barrier();
@@ -108,6 +113,7 @@ SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* 
       _tile_dpbf16ps(2, 5, 6);
     }
     if constexpr (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
+    other();
   }
   _tile_stored(0, c, row_bytes);
   if constexpr (N == 2) _tile_stored(1, c + 16, row_bytes);
@@ -117,8 +123,9 @@ SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* 
 }
 
 // The same for one row of N tiles, three or four: as many accumulators as hide a product's latency.
-template <int N>
-SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, const Addend& addend) {
+template <int N, class Other = NoOther>
+SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, const Addend& addend,
+                        const Other& other = Other{}) {
   static_assert(N == 3 || N == 4, "three or four accumulators");
   const int64_t row_bytes = ldc * 4;
   memory_barrier();
@@ -146,6 +153,7 @@ SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c,
       _tile_loadd(7, right + 3 * b.outer, b.stride);
       _tile_dpbf16ps(3, 4, 7);
     }
+    other();
   }
   _tile_stored(0, c, row_bytes);
   _tile_stored(1, c + 16, row_bytes);

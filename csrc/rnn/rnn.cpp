@@ -73,6 +73,11 @@ Tensor packed_w_ih(const RnnProblem& p, int64_t d) {
   return pack(p, transposed(p.w_ih[static_cast<size_t>(d)]), p.gate_columns);
 }
 
+// The gates of W units side by side.
+Tensor packed_gates(const RnnProblem& p, const Tensor& w) {
+  return pack(p, transposed(w), p.gate_columns, gate_count(p.cell));
+}
+
 // ---- forward --------------------------------------------------------------------------------------------------------
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
     const Tensor& input, const Tensor& h0, const MaybeTensor& c0, const Tensors& w_ih, const Tensors& w_hh,
@@ -107,16 +112,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   std::vector<MaybeTensor> w_ih_packed;
   Tensors packed;
   std::vector<RnnForward> args;
-  const int64_t zx_size = checked_product({chunk, B, stride}, p.op);
+  Loops loops(p, kernels.forward);
+  // zx of the loops' own making, by panels, or rows for all gates.
+  const int64_t panel_columns = few_tokens(p) ? 0 : kernels.forward.input_columns(p.layer);
+  const int64_t share_tokens = (chunk * ((B + loops.shares() - 1) / loops.shares()) + 31) / 32 * 32;
+  const int64_t zx_size = panel_columns > 0 ? checked_product({loops.shares(), share_tokens, panel_columns}, p.op)
+                                            : checked_product({chunk, B, stride}, p.op);
   Tensor zx = empty(p.input, {D, zx_size}, p.acc);
   const auto part = [](Tensor& t, int64_t element) -> void* { return t.numel() > 0 ? at(t, element) : nullptr; };
   for (int64_t d = 0; d < D; ++d) {
     const auto i = static_cast<size_t>(d);
-    w_ih_packed.push_back(p.has_w_ih && !few_tokens(p) ? MaybeTensor(packed_w_ih(p, d)) : std::nullopt);
+    w_ih_packed.push_back(!p.has_w_ih || few_tokens(p) ? std::nullopt
+                          : panel_columns > 0          ? MaybeTensor(packed_gates(p, p.w_ih[i]))
+                                                       : MaybeTensor(packed_w_ih(p, d)));
     RnnDirection direction = p.direction(d);
     direction.w_hh = packing_of(p, transposed(p.w_hh[i]), p.gate_columns, gate_count(p.cell), false, nullptr);
     if (!packs_on_the_way(p.layer)) {
-      packed.push_back(pack(p, transposed(p.w_hh[i]), p.gate_columns, gate_count(p.cell)));
+      packed.push_back(packed_gates(p, p.w_hh[i]));
       direction.packed_w_hh = packed.back().const_data_ptr();
     }
     if (p.has_w_hr) {
@@ -125,14 +137,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
     }
     args.push_back({&p.layer, direction, 0, 0, at(h, d * B * P), part(c, d * B * H), at(zx, d * zx_size), stride,
                     at(output, d * P), D * P, part(cells, d * T * B * H), part(gates, d * T * B * p.saved_columns),
-                    part(products, d * T * B * p.gate_columns)});
+                    part(products, d * T * B * p.gate_columns), {}});
+    if (panel_columns > 0)
+      args.back().input = {w_ih_packed.back()->const_data_ptr(), p.bias.empty() ? nullptr : p.bias[i].const_data_ptr(),
+                           p.input.const_data_ptr(), share_tokens * panel_columns,
+                           share_tokens * kernels.forward.input_columns(p.layer) / kernels.forward.panels(p.layer)};
   }
-  Loops loops(p, kernels.forward);
   for (int64_t begin = 0; begin < T; begin += chunk) {
     const int64_t end = std::min(T, begin + chunk);
     for (int64_t d = 0; d < D; ++d) {
       RnnForward& a = args[static_cast<size_t>(d)];
       a.step_begin = begin, a.step_end = end;
+      if (panel_columns > 0) continue;
       input_products(p, d, input_rows(p, d, begin, end), w_ih_packed[static_cast<size_t>(d)], at(zx, d * zx_size),
                      stride);
     }

@@ -39,7 +39,7 @@ struct Zoneout {
 struct RnnLayer {
   Dtype dtype;
   Cell cell;
-  int64_t steps, batch, hidden, width;  // width: of h
+  int64_t steps, batch, inputs, hidden, width;  // inputs: 0 where there is no W_ih; width: of h
   bool norm, project;
   double eps;
   Zoneout zoneout;
@@ -70,6 +70,16 @@ struct RnnDirection {
   Packing w_hh;             // how packed_w_hh is made, a part at a time in scratch where that is null
 };
 
+// Where the first turn makes the products with the input, each worker those of its own units (RnnPass::input_columns):
+// zx of a share begins share_stride after that of the share before, has its panels panel_stride apart, and in a panel
+// rows of the panel's columns by the share's own tokens.
+struct RnnInput {
+  const void* packed_w_ih;  // W_ih transposed, in groups of gates; or null, and zx is given
+  const void* bias;         // (gates) acc, or null
+  const void* x;            // (steps, batch, inputs) dtype
+  int64_t share_stride, panel_stride;
+};
+
 // Steps [step_begin, step_end) of one direction, counted in the order of its forward pass. Memory "by token" holds the
 // tokens of these steps only, from the earliest t on.
 struct RnnForward {
@@ -78,13 +88,14 @@ struct RnnForward {
   int64_t step_begin, step_end;
   void* h;         // (batch, width) acc: before step_begin on entry, after the last step on return
   void* c;         // (batch, hidden) acc: likewise; LSTM only
-  const void* zx;  // by token, rows of zx_stride, acc: W_ih x and all biases but b_hn
+  void* zx;        // by token, rows of zx_stride, acc: W_ih x and all biases but b_hn
   int64_t zx_stride;
   void* output;  // (steps, batch, ...) dtype, rows of output_stride
   int64_t output_stride;
   void* cells;     // (steps, batch, hidden) acc, or null
   void* gates;     // (steps, batch, saved) acc, or null
   void* products;  // (steps, batch, gates) acc, the raw W_hh h, or null
+  RnnInput input;
 };
 
 struct RnnBackward {
@@ -123,10 +134,12 @@ struct RnnActivate {
   void* gates;                // acc, (tokens, saved)
 };
 
-// Rows of a share, every stride-th of the order, and memory that all workers on them use.
+// Rows of a share, every stride-th of the order, and memory that all workers on them use. Its tokens, by themselves:
+// those of step t begin at starts[t].
 struct RnnShare {
   int64_t first, stride, rows;
   void* state;
+  const int64_t* starts;  // (steps + 1)
 };
 
 // C = A B + bias of a few rows, C in acc. B's panels are packed in scratch, each where it is needed.
@@ -202,6 +215,8 @@ struct RnnPass {
   int64_t (*tile_rows)(const RnnLayer&);  // of a whole tile of the recurrent product
   int64_t (*state_size)(const RnnLayer&, int64_t rows);
   int64_t (*scratch_size)(const RnnLayer&, int64_t rows);
+  // Columns of zx over all panels where the first turn makes the products with the input; 0: it does not.
+  int64_t (*input_columns)(const RnnLayer&);
 };
 
 struct RnnKernels {

@@ -103,9 +103,21 @@ struct Forward {
   }
   const A* mask_row(int64_t row) const { return Plain ? nullptr : at(p.direction.mask, row * P); }
 
+  // zx of a row: by panels, of the first one, or as a whole.
+  SK_INLINE const A* zx_of(int64_t t, int64_t i) const {
+    const A* zx = static_cast<const A*>(p.zx);
+    if (!p.input.packed_w_ih) return zx ? zx + rows.token(t, i) * p.zx_stride : nullptr;
+    return zx + rows.share.first * p.input.share_stride + (share_token(t) + i) * NV * W<A>;
+  }
+  // The first of the share's own tokens at t, among those of the steps at hand.
+  SK_INLINE int64_t share_token(int64_t t) const {
+    const int64_t first = rows.reverse ? l.steps - p.step_end : p.step_begin;
+    return rows.share.starts[t] - rows.share.starts[first];
+  }
+
   SK_INLINE ForwardRow<A> row_at(int64_t t, int64_t i, int parity) const {
     const int64_t row = rows.row(i), place = t * l.batch + row;
-    return {at(p.zx, rows.token(t, i) * p.zx_stride),
+    return {zx_of(t, i),
             at(p.gates, place * R * H),
             at(p.cells, place * H),
             state.c + i * state.c_stride,
@@ -116,13 +128,14 @@ struct Forward {
             place * p.output_stride};
   }
 
-  // The gates and c~ of W units from the sums; returns h^ (GRU, RNN), or c~ with o in `o`.
-  SK_INLINE Vec<A> gates_of(const A* zx, const A* zh, int64_t zh_gate, Vec<A> c_prev, Vec<A> h_prev, int64_t u,
-                            A* gates, Vec<A>& o) const {
+  // The gates and c~ of W units from the sums; returns h^ (GRU, RNN), or c~ with o in `o`. zx, zh: of these units, the
+  // gates zx_gate and zh_gate apart.
+  SK_INLINE Vec<A> gates_of(const A* zx, int64_t zx_gate, const A* zh, int64_t zh_gate, Vec<A> c_prev, Vec<A> h_prev,
+                            int64_t u, A* gates, Vec<A>& o) const {
     const int64_t n = H - u;
     if constexpr (kLstm) {
       Vec<A> z[4];
-      for (int g = 0; g < 4; ++g) z[g] = load_upto(zx + g * H + u, n) + load(zh + g * zh_gate);
+      for (int g = 0; g < 4; ++g) z[g] = load_upto(zx + g * zx_gate, n) + load(zh + g * zh_gate);
       const Vec<A> c_new = lstm_gates<A, Plain>(z, c_prev, peepholes, u);
       if (gates)
         for (int g = 0; g < 4; ++g) store_upto(gates + g * H + u, z[g], n);
@@ -130,14 +143,14 @@ struct Forward {
       return c_new;
     } else if constexpr (kCell == Cell::gru) {
       Vec<A> x[3], h[3], s[4];
-      for (int g = 0; g < 3; ++g) x[g] = load_upto(zx + g * H + u, n), h[g] = load(zh + g * zh_gate);
+      for (int g = 0; g < 3; ++g) x[g] = load_upto(zx + g * zx_gate, n), h[g] = load(zh + g * zh_gate);
       if (p.direction.b_hn) h[2] += load_upto(static_cast<const A*>(p.direction.b_hn) + u, n);
       const Vec<A> h_new = gru_state<A>(x, h, h_prev, s);
       if (gates)
         for (int g = 0; g < 4; ++g) store_upto(gates + g * H + u, s[g], n);
       return h_new;
     } else {
-      const Vec<A> h_new = rnn_state<A>(load_upto(zx + u, n) + load(zh), l.cell == Cell::relu);
+      const Vec<A> h_new = rnn_state<A>(load_upto(zx, n) + load(zh), l.cell == Cell::relu);
       if (gates) store_upto(gates + u, h_new, n);
       return h_new;
     }
@@ -201,16 +214,51 @@ struct Forward {
         count > 2 ? 64 / (kUnits * static_cast<int64_t>(sizeof(A))) : panel_group<TV>(count) / kParts;
     return panels > 1 ? panels : 1;
   }
-  // The products of `panels` panels, at most unit_group(count), side by side in rows that are `stride` apart.
+  // Panels that are worked on together, their units, and their products: side by side in rows that are `stride` apart.
+  struct Group {
+    int64_t panel, panels, begin, end;
+    A* products;
+    int64_t stride;
+  };
+  SK_INLINE const A* packed_panel(int64_t panel) const {
+    return static_cast<const A*>(p.direction.packed_w_hh) + panel * padded_units(P) * NV * W<A>;
+  }
   template <class Before>
-  SK_INLINE void unit_products(int64_t count, int64_t panel, int64_t panels, int parity, A* products, int64_t stride,
-                               const Before& before) const {
-    const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
-    if (!packed)
-      return unpacked_products<A, TV>(count, p.direction.w_hh, panel, panels, state.h[parity], state.h_stride, products,
-                                      stride, products + rows.share.rows * group_size<A>(), before);
-    panel_products<A, TV>(count, panels * kParts, units(P), state.h[parity], state.h_stride,
-                          packed + panel * padded_units(P) * NV * W<A>, products, stride, TV * W<A>, before);
+  SK_INLINE void unit_products(int64_t count, const Group& g, int parity, const Before& before) const {
+    if (!p.direction.packed_w_hh)
+      return unpacked_products<A, TV>(count, p.direction.w_hh, g.panel, g.panels, state.h[parity], state.h_stride,
+                                      g.products, g.stride, g.products + rows.share.rows * group_size<A>(), before);
+    panel_products<A, TV>(count, g.panels * kParts, units(P), state.h[parity], state.h_stride, packed_panel(g.panel),
+                          g.products, g.stride, TV * W<A>, before);
+  }
+  // Whether zx lies by panels.
+  SK_INLINE bool by_panels() const { return p.input.packed_w_ih; }
+
+  // zx of the share's tokens and of these panels.
+  void input_products(int64_t panel_begin, int64_t panel_end, A* scratch) const {
+#if defined(SK_TILES)
+    const int64_t first = rows.reverse ? l.steps - p.step_end : p.step_begin, past = first + p.step_end - p.step_begin;
+    const int64_t tokens = rows.share.starts[past] - rows.share.starts[first];
+    int64_t t = first, i = 0;
+    const auto next = [&] {
+      while (i == rows.count(t)) ++t, i = 0;
+      const int64_t row = t * l.batch + rows.row(i++);
+      return static_cast<const BFloat16*>(p.input.x) + row * l.inputs;
+    };
+    const auto begin = [&] { t = first, i = 0; };
+    const auto add = [&](int64_t panel, A* sums) {
+      for (int v = 0; v < NV; ++v) {
+        const int64_t u = panel * kUnits + (G == 1 ? v * W<A> : 0), n = H - u;
+        const A* bias = static_cast<const A*>(p.input.bias) + (G == 1 ? 0 : v * H) + u;
+        store(sums + v * W<A>, n > 0 ? load_upto(bias, n) : Vec<A>{});
+      }
+    };
+    A* zx = static_cast<A*>(p.zx) + rows.share.first * p.input.share_stride;
+    panel_input_products<NV>(tokens, l.inputs, begin, next, static_cast<const A*>(p.input.packed_w_ih), panel_begin,
+                             panel_end, p.input.bias != nullptr, add, zx, p.input.panel_stride, scratch);
+#else
+    (void)panel_begin, (void)panel_end, (void)scratch;
+#endif
   }
 
   RowTiles row_tiles(int64_t count) const { return RowTiles(p.direction.packed_w_hh ? count : kUnpackedRows); }
@@ -229,49 +277,114 @@ struct Forward {
       change(count, t_next, next, next_parity, 0, P, 0, H);
       return;
     }
+    if (by_panels() && turn == 0) input_products(panel_begin, panel_end, products);
     const RowTiles tiles = row_tiles(count);
     const int64_t group = unit_group(count), stride = group * NV * W<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
-    for (int64_t g = 0; g < groups; ++g) {
+    const auto at_group = [&](int64_t g, A* to) {
       const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
-      const int64_t panels = panel_end - panel < group ? panel_end - panel : group;
-      const int64_t begin = panel * kUnits, end = H - begin < panels * kUnits ? H : begin + panels * kUnits;
-      unit_products(count, panel, panels, parity, products, stride, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
-        for (int64_t i = i0; i < i1; ++i) fetch(table[i], begin);
-      });
-      for (int64_t i = 0; i < count; ++i) {
-        const ForwardRow<A>& r = table[i];
-        ZoneoutRow<A> zoneout[2];
-        begin_zoneout(zoneout, t, i);
-        for (int64_t u = begin; u < end; u += W<A>) {
-          const int64_t q = (u - begin) / kUnits, v = G == 1 ? (u - begin) % kUnits : 0;
-          cell(r, products + i * stride + q * NV * W<A> + v, u, zoneout);
-        }
+      const int64_t panels = panel_end - panel < group ? panel_end - panel : group, begin = panel * kUnits;
+      return Group{panel, panels, begin, H - begin < panels * kUnits ? H : begin + panels * kUnits, to, stride};
+    };
+    const auto ahead = [&](const Group& g) {
+      return [&table, &g, this](int64_t i0, int64_t i1) SK_PREFETCHING {
+        for (int64_t i = i0; i < i1; ++i) fetch(table[i], g.begin);
+      };
+    };
+    const auto end = [&](const Group& g) {
+      change(count, t_next, next, next_parity, g.begin, g.end, g.begin, g.end);
+    };
+#if defined(SK_TILES)
+    if (p.direction.packed_w_hh && count > 0) {
+      // The cells of a group between the steps of the next one's products.
+      A* const other_products = products + rows.share.rows * group_size<A>();
+      Group now = at_group(0, products);
+      unit_products(count, now, parity, ahead(now));
+      for (int64_t g = 1; g < groups; ++g) {
+        const Group after = at_group(g, g & 1 ? other_products : products);
+        const int64_t calls = panel_steps(count, after.panels, units(P));
+        int64_t i = 0, credit = 0;
+        Vec<A> c_new, o;
+        const auto cells = [&] {
+          for (credit += count; credit >= calls; credit -= calls, ++i) {
+            if constexpr (kLstm) {
+              const Vec<A> c_before = c_new, o_before = o;
+              first_half(now, t, i, table[i], c_new, o);
+              if (i > 0) second_half(now, t, i - 1, table[i - 1], c_before, o_before);
+            } else {
+              row_cells(now, t, i, table[i]);
+            }
+            fetch(table[i], after.begin);
+          }
+        };
+        panel_products_beside<TV>(count, after.panels, units(P), state.h[parity], state.h_stride,
+                                  packed_panel(after.panel), after.products, stride, TV * W<A>, cells);
+        if constexpr (kLstm) second_half(now, t, count - 1, table[count - 1], c_new, o);
+        end(now);
+        now = after;
       }
-      change(count, t_next, next, next_parity, begin, end, begin, end);
+      for (int64_t i = 0; i < count; ++i) row_cells(now, t, i, table[i]);
+      end(now);
+      return;
+    }
+#endif
+    for (int64_t g = 0; g < groups; ++g) {
+      const Group now = at_group(g, products);
+      unit_products(count, now, parity, ahead(now));
+      for (int64_t i = 0; i < count; ++i) row_cells(now, t, i, table[i]);
+      end(now);
     }
   }
 
-  SK_INLINE void cell(const ForwardRow<A>& r, const A* product, int64_t u, ZoneoutRow<A> (&zoneout)[2]) const {
+  // An LSTM's cell in two halves, up to c~ and from there: the second half of one row and the first of the next do not
+  // wait for each other. Of groups of one panel.
+  SK_INLINE void first_half(const Group& g, int64_t t, int64_t i, const ForwardRow<A>& r, Vec<A>& c_new,
+                            Vec<A>& o) const {
+    ZoneoutRow<A> zoneout[2];
+    begin_zoneout(zoneout, t, i);
+    const A* zx = by_panels() ? r.zx + g.panel * p.input.panel_stride : r.zx + g.begin;
+    const Vec<A> c_prev = load(r.c + g.begin);
+    c_new = gates_of(zx, by_panels() ? W<A> : H, g.products + i * g.stride, W<A>, c_prev, c_prev, g.begin, r.gates, o);
+    keep_c(r, c_prev, c_new, g.begin, zoneout[1]);
+  }
+  SK_INLINE void second_half(const Group& g, int64_t t, int64_t i, const ForwardRow<A>& r, Vec<A> c_new,
+                             Vec<A> o) const {
+    ZoneoutRow<A> zoneout[2];
+    begin_zoneout(zoneout, t, i);
+    keep_h(r, o * tanh<A>(c_new), g.begin, zoneout[0]);
+  }
+
+  SK_INLINE void row_cells(const Group& g, int64_t t, int64_t i, const ForwardRow<A>& r) const {
+    ZoneoutRow<A> zoneout[2];
+    begin_zoneout(zoneout, t, i);
+    for (int64_t u = g.begin; u < g.end; u += W<A>) {
+      const int64_t q = (u - g.begin) / kUnits, v = G == 1 ? (u - g.begin) % kUnits : 0;
+      const A* zx = by_panels() ? r.zx + (g.panel + q) * p.input.panel_stride + v : r.zx + u;
+      cell(r, zx, by_panels() ? W<A> : H, g.products + i * g.stride + q * NV * W<A> + v, u, zoneout);
+    }
+  }
+
+  SK_INLINE void cell(const ForwardRow<A>& r, const A* zx, int64_t zx_gate, const A* product, int64_t u,
+                      ZoneoutRow<A> (&zoneout)[2]) const {
     Vec<A> o;
     if constexpr (kLstm) {
       const Vec<A> c_prev = load(r.c + u);
-      const Vec<A> c_new = gates_of(r.zx, product, W<A>, c_prev, c_prev, u, r.gates, o);
+      const Vec<A> c_new = gates_of(zx, zx_gate, product, W<A>, c_prev, c_prev, u, r.gates, o);
       keep_c(r, c_prev, c_new, u, zoneout[1]);
       keep_h(r, o * tanh<A>(c_new), u, zoneout[0]);
     } else {
       const Vec<A> h_prev = kCell == Cell::gru ? load(r.h + u) : Vec<A>{};
-      keep_h(r, gates_of(r.zx, product, W<A>, h_prev, h_prev, u, r.gates, o), u, zoneout[0]);
+      keep_h(r, gates_of(zx, zx_gate, product, W<A>, h_prev, h_prev, u, r.gates, o), u, zoneout[0]);
     }
   }
 
   // What the cell will read and write arrives while the products are computed.
   SK_INLINE void fetch(const ForwardRow<A>& r, int64_t u) const {
-    for (int g = 0; g < G; ++g) __builtin_prefetch(r.zx + g * H + u);
+    for (int g = 0; g < G && !by_panels(); ++g) __builtin_prefetch(r.zx + g * H + u);
     if (r.gates)
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.gates + g * H + u, 1);
     if (kLstm && r.cells) __builtin_prefetch(r.cells + u, 1);
-    fetch_as<A>(l.dtype, p.output, r.output + u);
+    if (kDepthStep == 1) fetch_as<A>(l.dtype, p.output, r.output + u);
   }
 
   const A* norm_part(int64_t offset) const { return static_cast<const A*>(p.direction.norm) + offset; }
@@ -293,7 +406,7 @@ struct Forward {
                                 Vec<A>& o) const {
     A z[G * W<A>];
     for (int g = 0; g < G; ++g) store(z + g * W<A>, load_upto(zh + g * H + u, H - u));
-    return gates_of(zx, z, W<A>, c_prev, h_prev, u, gates, o);
+    return gates_of(zx + u, H, z, W<A>, c_prev, h_prev, u, gates, o);
   }
 
   void wide_products(int64_t count, int parity, A* products) const {
@@ -301,7 +414,7 @@ struct Forward {
     const RowTiles tiles = row_tiles(count);
     for (int64_t panel = 0; panel < panels; panel += group) {
       const int64_t some = panels - panel < group ? panels - panel : group;
-      unit_products(count, panel, some, parity, products, stride, [](int64_t, int64_t) {});
+      unit_products(count, {panel, some, 0, 0, products, stride}, parity, [](int64_t, int64_t) {});
       for (int64_t q = 0; q < some; ++q)
         for (int64_t i = 0; i < count; ++i)
           for (int v = 0; v < NV; ++v) {
@@ -369,9 +482,9 @@ int64_t activate_scratch(const RnnLayer& l) {
 template <class A, Cell kCell>
 void activate_tokens(const RnnActivate& p, int64_t begin, int64_t end, A* scratch) {
   const RnnLayer& l = *p.layer;
-  const RnnShare share{0, 1, 1, scratch};
+  const RnnShare share{0, 1, 1, scratch, l.starts};
   const RnnForward forward{p.layer, p.direction, 0, 0,       nullptr, nullptr, nullptr,
-                           0,       nullptr,     0, nullptr, nullptr, nullptr};
+                           0,       nullptr,     0, nullptr, nullptr, nullptr, {}};
   const Forward<A, kCell, false> f(forward, share);
   constexpr int64_t G = gate_count(kCell), R = saved_count(kCell);
   A *zh = scratch, *c_new = zh + padded_stride<A>(G * l.hidden), *o = c_new + padded_stride<A>(l.hidden);
@@ -391,7 +504,12 @@ int64_t forward_panels(const RnnLayer& l) {
 template <class A>
 int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
   const int64_t packed = packs_on_the_way(l) ? unpacked_scratch<A>(rows, l.width, group_size<A>()) : 0;
-  return row_table_size<ForwardRow<A>, A>(rows) + rows * group_size<A>() + packed;
+  const int64_t products = (kDepthStep > 1 ? 2 : 1) * rows * group_size<A>() + packed;
+#if defined(SK_TILES)
+  return row_table_size<ForwardRow<A>, A>(rows) + std::max(products, input_scratch(l.inputs));
+#else
+  return row_table_size<ForwardRow<A>, A>(rows) + products;
+#endif
 }
 
 }  // namespace

@@ -256,6 +256,16 @@ int64_t forward_state_size(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, ForwardState<A>(l, rows, nullptr).elements);
 }
 int64_t forward_scratch_size(const RnnLayer& l, int64_t rows) { SK_BY_ACC(l.dtype, forward_scratch<A>(l, rows)); }
+// The input's product on tiles, unless the gates of a row are needed together.
+int64_t forward_input_columns(const RnnLayer& l) {
+#if defined(SK_TILES)
+  return l.inputs > 0 && !l.norm && !l.project ? forward_panels<float>(l) * panel_width<float>(gate_count(l.cell)) : 0;
+#else
+  (void)l;
+  return 0;
+#endif
+}
+int64_t no_input_columns(const RnnLayer&) { return 0; }
 int64_t backward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, backward_panels<A>(l)); }
 int64_t backward_tile_rows(const RnnLayer&) { return kTileRows<kGemmVecs>; }
 int64_t backward_state_size(const RnnLayer& l, int64_t rows) {
@@ -305,8 +315,10 @@ constexpr RnnKernels kKernels = {operand,
                                  few_rows,
                                  outer,
                                  row_stride,
-                                 {forward_panel_count, forward_tile_rows, forward_state_size, forward_scratch_size},
-                                 {backward_panel_count, backward_tile_rows, backward_state_size, backward_scratch_size},
+                                 {forward_panel_count, forward_tile_rows, forward_state_size, forward_scratch_size,
+                                  forward_input_columns},
+                                 {backward_panel_count, backward_tile_rows, backward_state_size, backward_scratch_size,
+                                  no_input_columns},
                                  forward_turn,
                                  backward_turn,
                                  activate_size,

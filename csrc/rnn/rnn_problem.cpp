@@ -167,11 +167,12 @@ RnnProblem::RnnProblem(const RnnArguments& a)
   }
   layer = {dtype,         cell,
            steps,         batch,
-           hidden,        width,
-           has_norm,      has_w_hr,
-           a.eps,         zoneout,
-           order.data(),  active.data(),
-           starts.data(), resets ? static_cast<const uint8_t*>(resets->const_data_ptr()) : nullptr};
+           inputs,        hidden,
+           width,         has_norm,
+           has_w_hr,      a.eps,
+           zoneout,       order.data(),
+           active.data(), starts.data(),
+           resets ? static_cast<const uint8_t*>(resets->const_data_ptr()) : nullptr};
 }
 
 RnnDirection RnnProblem::direction(int64_t d) const {

@@ -35,9 +35,7 @@ SK_INLINE int64_t operand_stride(int64_t numbers) {
 // Rows of `depth` numbers, lda apart, as an operand.
 template <class A, class T>
 SK_INLINE void as_operand(int64_t rows, int64_t depth, const T* a, int64_t lda, A* to, int64_t stride) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t k = 0; k < padded_units(depth); k += W<A>)
-      store(to + i * stride + k, load_units(a + i * lda + k * kTerms, depth - k * kTerms));
+  for (int64_t i = 0; i < rows; ++i) as_operand_row(a + i * lda, depth, to + i * stride);
 }
 
 // The g-th of a turn: every other turn goes backwards, so that it finds the weights in cache that the last one ended

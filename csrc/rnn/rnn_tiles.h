@@ -26,9 +26,9 @@ int64_t panel_group(int64_t) {
 }
 
 // A panel of NV tiles of columns times tiles of rows that begin at `first` and, unless they are the same, `second`.
-template <int NV>
+template <int NV, class Other = NoOther>
 SK_INLINE void panel_block(int64_t first, int64_t second, int64_t steps, const float* a, int64_t lda, const float* b,
-                           float* c, int64_t ldc, const Addend& addend) {
+                           float* c, int64_t ldc, const Addend& addend, const Other& other = Other{}) {
   const Tiles right{b, 1024, NV * 1024};
   const auto left = [&](int64_t row) { return Tiles{a + row * lda, (second - first) * lda * 4, 64, lda * 4}; };
   const auto from = [&](int64_t row, int64_t n) {
@@ -37,40 +37,82 @@ SK_INLINE void panel_block(int64_t first, int64_t second, int64_t steps, const f
   if (NV == 4 && second != first) {
     for (int64_t n = 0; n < 4; n += 2)
       tile_block<2, 2>(steps, left(first), right.at(n, 0), c + first * ldc + n * 16, ldc, (second - first) * ldc,
-                       from(first, n * 16));
+                       from(first, n * 16), other);
     return;
   }
-  tile_row<NV>(steps, left(first), right, c + first * ldc, ldc, from(first, 0));
-  if (second != first) tile_row<NV>(steps, left(second), right, c + second * ldc, ldc, from(second, 0));
+  for (int64_t i = 0; i < (second != first ? 2 : 1); ++i) {
+    const int64_t row = i == 0 ? first : second;
+    tile_row<NV>(steps, left(row), right, c + row * ldc, ldc, from(row, 0), other);
+  }
 }
 
 // C = A B + addend for one panel over `steps` of the depth. Rows that the last tile takes again get the same sum again;
 // where the addend is C itself there may be 32 rows: a block reads them before it writes.
-template <int NV, class Before>
+template <int NV, class Other = NoOther>
 SK_INLINE void panel_rows(int64_t rows, int64_t steps, const float* a, int64_t lda, const float* b, float* c,
-                          int64_t ldc, const Addend& addend, const Before& before) {
+                          int64_t ldc, const Addend& addend, const Other& other = Other{}) {
   const int64_t tiles = (rows + 15) / 16;
   const auto row = [&](int64_t tile) { return tile * 16 + 16 <= rows || rows < 16 ? tile * 16 : rows - 16; };
   for (int64_t tile = 0; tile < tiles; tile += 2) {
     const int64_t first = row(tile), second = tile + 1 < tiles ? row(tile + 1) : first;
-    before(tile * 16, rows < tile * 16 + 32 ? rows : tile * 16 + 32);
-    panel_block<NV>(first, second, steps, a, lda, b, c, ldc, addend);
+    panel_block<NV>(first, second, steps, a, lda, b, c, ldc, addend, other);
   }
 }
 
 // C = A B for `panels` panels of B, each over the whole depth and one after the other. C of a panel begins c_panel
-// after the last one's, its rows are ldc apart. before(row_begin, row_end) is called before tiles of rows are first
-// worked on.
-template <class A, int NV, class Before>
-SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
-                              int64_t ldc, int64_t c_panel, const Before& before) {
+// after the last one's, its rows are ldc apart. other() is called between
+// the steps, panel_steps() times.
+template <int NV, class Other>
+SK_INLINE void panel_products_beside(int64_t rows, int64_t panels, int64_t depth, const float* a, int64_t lda,
+                                     const float* b, float* c, int64_t ldc, int64_t c_panel, const Other& other) {
   if (rows == 0) return;
   const int64_t steps = (depth + 15) / 16;
   for (int64_t q = 0; q < panels; ++q)
-    panel_rows<NV>(rows, steps, a, lda, b + q * steps * 16 * NV * 16, c + q * c_panel, ldc, {},
-                   [&](int64_t begin, int64_t end) SK_PREFETCHING {
-                     if (q == 0) before(begin, end);
-                   });
+    panel_rows<NV>(rows, steps, a, lda, b + q * steps * 16 * NV * 16, c + q * c_panel, ldc, {}, other);
+}
+// How often it is.
+inline int64_t panel_steps(int64_t rows, int64_t panels, int64_t depth) {
+  return (rows + 15) / 16 * panels * ((depth + 15) / 16);
+}
+// As that of rnn_products.h; before() is called once, for all rows.
+template <class A, int NV, class Before>
+SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
+                              int64_t ldc, int64_t c_panel, const Before& before) {
+  if (rows > 0) before(0, rows);
+  panel_products_beside<NV>(rows, panels, depth, a, lda, b, c, ldc, c_panel, NoOther{});
+}
+
+// ---- products with the input ----------------------------------------------------------------------------------------
+
+// Panels whose weights stay in L2 while all tokens go by.
+constexpr int64_t kInputBytes = 768 << 10;
+constexpr int64_t input_stride(int64_t inputs) { return padded_units(inputs) + 16; }
+constexpr int64_t input_scratch(int64_t inputs) { return 32 * input_stride(inputs); }
+
+// Rows of zx, NV tiles wide, one panel panel_stride after the other: x W_ih + bias, 32 tokens at a time. begin() goes
+// back to the first token, next() returns the row of x of the next one; bias_of(panel, sums) fills in a panel's. zx has
+// room for whole blocks of 32 rows.
+template <int NV, class Begin, class Next, class BiasOf>
+void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, const Next& next, const float* packed,
+                          int64_t panel_begin, int64_t panel_end, bool has_bias, const BiasOf& bias_of, float* zx,
+                          int64_t panel_stride, float* staged) {
+  const TileConfiguration configuration;
+  const int64_t depth = padded_units(inputs), steps = depth / 16, stride = input_stride(inputs);
+  const int64_t size = depth * NV * 16, most = kInputBytes / (size * 4), group = most < 1 ? 1 : most;
+  alignas(64) float bias[NV * 16];
+  for (int64_t first = panel_begin; first < panel_end; first += group) {
+    const int64_t past = panel_end - first < group ? panel_end : first + group;
+    begin();
+    for (int64_t token = 0; token < tokens; token += 32) {
+      const int64_t some = tokens - token < 32 ? tokens - token : 32;
+      for (int64_t r = 0; r < some; ++r) as_operand_row(next(), inputs, staged + r * stride);
+      for (int64_t q = first; q < past; ++q) {
+        if (has_bias) bias_of(q, bias);
+        panel_block<NV>(0, some > 16 ? 16 : 0, steps, staged, stride, packed + q * size,
+                        zx + q * panel_stride + token * NV * 16, NV * 16, {has_bias ? bias : nullptr, 0});
+      }
+    }
+  }
 }
 
 // ---- weights as they lie ---------------------------------------------------------------------------------------------
@@ -186,7 +228,7 @@ void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const
       }
       for (int64_t q = 0; q < panels; ++q)
         panel_rows<kGemmVecs>(rows, depth / 16, a + k, lda, slice + q * depth * kPanel<A>, c + q * kPanel<A>, ldc,
-                              {k > 0 ? c + q * kPanel<A> : nullptr, ldc}, [](int64_t, int64_t) {});
+                              {k > 0 ? c + q * kPanel<A> : nullptr, ldc});
     }
   });
 }

@@ -116,8 +116,7 @@ inline void add_columns(const RnnProblem& p, Dtype type, int64_t rows, int64_t c
 constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 512, kChunkSteps = 32, kSingleSteps = 256;
 
 inline int64_t chunk_steps(const RnnProblem& p) {
-  int64_t rows = std::max(kChunkRows, kChunkElements / std::max<int64_t>(1, p.saved_columns));
-  if (getenv("CH")) rows = atoi(getenv("CH"));
+  const int64_t rows = std::max(kChunkRows, kChunkElements / std::max<int64_t>(1, p.saved_columns));
   const int64_t most = std::max(kChunkSteps, kSingleSteps / std::max<int64_t>(1, p.batch));
   return std::clamp<int64_t>(std::min(most, rows / std::max<int64_t>(1, p.batch)), 1, std::max<int64_t>(1, p.steps));
 }
@@ -151,9 +150,18 @@ class Loops {
     const int64_t rows = (p.batch + shares_ - 1) / shares_;
     state_size_ = (pass.state_size(p.layer, rows) + 15) / 16 * 16;
     scratch_size_ = (pass.scratch_size(p.layer, rows) + 15) / 16 * 16;
+    for (int64_t k = 0; k < shares_; ++k) {
+      starts_.push_back(0);
+      for (int64_t t = 0; t < p.steps; ++t) {
+        const int64_t left = p.active[t] - k;
+        starts_.push_back(starts_.back() + (left > 0 ? (left + shares_ - 1) / shares_ : 0));
+      }
+    }
     state_ = empty(p.input, {checked_product({p.directions, shares_, state_size_}, p.op)}, p.acc);
     scratch_ = empty(p.input, {checked_product({workers_of(items()), scratch_size_}, p.op)}, p.acc);
   }
+
+  int64_t shares() const { return shares_; }
 
   // Calls turn(direction, share, turn, panel_begin, panel_end, scratch) for every turn of every share.
   template <class Turn>
@@ -162,7 +170,8 @@ class Loops {
     for (int64_t i = 0; i < p_.directions * shares_; ++i) teams.emplace_back(members_);
     const auto work = [&](int64_t item, int64_t worker) {
       const int64_t team = item / members_, d = team / shares_, k = team % shares_;
-      const RnnShare share{k, shares_, (p_.batch - k + shares_ - 1) / shares_, at(*state_, team * state_size_)};
+      const RnnShare share{k, shares_, (p_.batch - k + shares_ - 1) / shares_, at(*state_, team * state_size_),
+                           starts_.data() + k * (p_.steps + 1)};
       void* scratch = at(*scratch_, worker * scratch_size_);
       teams[static_cast<size_t>(team)].run(turns, item % members_, [&](int64_t number, int64_t block) {
         turn(d, share, number, block * panels_ / members_, (block + 1) * panels_ / members_, scratch);
@@ -186,6 +195,7 @@ class Loops {
   int64_t shares_ = 1, members_ = 1, state_size_ = 0, scratch_size_ = 0;
   bool parallel_ = false;
   MaybeTensor state_, scratch_;
+  std::vector<int64_t> starts_;  // of every share
 };
 
 }  // namespace seqkern
