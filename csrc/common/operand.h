@@ -108,7 +108,8 @@ SK_INLINE void end_operand(N* end) {
 // A row of `depth` numbers as an operand.
 template <class A, class T>
 SK_INLINE void as_operand_row(const T* from, int64_t depth, A* to) {
-  for (int64_t k = 0; k < padded_units(depth); k += W<A>) store(to + k, load_units(from + k * kTerms, depth - k * kTerms));
+  for (int64_t k = 0; k < padded_units(depth); k += W<A>)
+    store(to + k, load_units(from + k * kTerms, depth - k * kTerms));
 }
 
 // W numbers of a row of an operand, from number `at` on, of which n exist, up to the row's end: those beyond are zero

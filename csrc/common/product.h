@@ -39,7 +39,7 @@ struct Product {
   void* c;  // row-major
   int64_t c_stride;
   bool accumulate;
-  int64_t block_rows;                   // rows of C in a work item
+  int64_t block_rows, block_columns;    // of C in a work item
   const void* const* a_rows = nullptr;  // instead of a (a_k_stride is 1): row m of A, null for zeros
   void* const* c_rows = nullptr;        // instead of c: row m of C
 };

@@ -17,18 +17,19 @@ namespace {
 
 // A slice of A: 32 rows of 32 KB in all, and a cache line more in each.
 constexpr int64_t kTileSlice = 256, kStagedStride = kTileSlice + 16, kTileRows32 = 32;
-// Rows of a block: a part of B that comes from beyond L2 is used for so many.
-constexpr int64_t kTileBlockRows = 192;
-constexpr int64_t kTileC = kBlockColumns + 16;
-
-inline int64_t tile_block_rows(int64_t rows, int64_t columns, int64_t threads) {
-  const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
-  int64_t count = blocks(rows, kTileBlockRows);
-  const int64_t column_blocks = blocks(columns, kBlockColumns), most = blocks(rows, kTileRows32);
-  while (count < most && count * column_blocks < 4 * threads) ++count;
-  return blocks(blocks(rows, count), kTileRows32) * kTileRows32;
-}
+// Blocks: what comes of B from beyond L2 serves many rows. Their sums wait in L2 where a slice is not the whole depth.
+constexpr int64_t kTileBlockRows = 256, kTileBlockColumns = 512;
+constexpr int64_t kTileC = kTileBlockColumns + 16;
 constexpr int64_t kTileScratch = kTileRows32 * kStagedStride + kTileBlockRows * kTileC;
+
+inline int64_t cut_for_tiles(Product& p, int64_t threads) {
+  const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
+  int64_t count = blocks(p.rows, kTileBlockRows);
+  const int64_t column_blocks = blocks(p.columns, kTileBlockColumns), most = blocks(p.rows, kTileRows32);
+  while (count < most && count * column_blocks < threads) ++count;
+  p.block_rows = blocks(blocks(p.rows, count), kTileRows32) * kTileRows32, p.block_columns = kTileBlockColumns;
+  return blocks(p.rows, p.block_rows) * column_blocks;
+}
 
 // A(m0 .. m0 + rows, k0 .. k0 + depth) as left tiles take it: rows of units, filled up with zeros to whole steps; those
 // beyond `rows` are left as they are. k0 is a step's first number.
@@ -37,8 +38,8 @@ void stage_rows(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t 
   const int64_t all = padded_units(depth);
   if (p.a_k_stride == 1) {
     for (int64_t m = 0; m < rows; ++m) {
-      const T* row = p.a_rows ? static_cast<const T*>(p.a_rows[m0 + m])
-                              : static_cast<const T*>(p.a) + (m0 + m) * p.a_row_stride;
+      const T* row =
+          p.a_rows ? static_cast<const T*>(p.a_rows[m0 + m]) : static_cast<const T*>(p.a) + (m0 + m) * p.a_row_stride;
       for (int64_t k = 0; k < all; k += W<float>)
         store(staged + m * kStagedStride + k, row ? load_units(row + k0 + k * kTerms, depth - k * kTerms) : vf32{});
     }
@@ -64,31 +65,38 @@ void stage_rows(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t 
 // Work item: one block of C, `item` counting the rows fastest: the next block finds B's panels in L2.
 inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) {
   const int64_t row_blocks = (p.rows + p.block_rows - 1) / p.block_rows;
-  const int64_t m0 = item % row_blocks * p.block_rows, n0 = item / row_blocks * kBlockColumns;
+  const int64_t m0 = item % row_blocks * p.block_rows, n0 = item / row_blocks * p.block_columns;
   const int64_t rows = p.rows - m0 < p.block_rows ? p.rows - m0 : p.block_rows;
-  const int64_t columns = p.columns - n0 < kBlockColumns ? p.columns - n0 : kBlockColumns;
+  const int64_t columns = p.columns - n0 < p.block_columns ? p.columns - n0 : p.block_columns;
   const int64_t all = padded_units(p.depth), panel_units = all * kPanel<float>;
   const float* b = static_cast<const float*>(p.packed_b) + n0 / kPanel<float> * panel_units;
   float *staged = scratch, *sums = scratch + kTileRows32 * kStagedStride;
   const TileConfiguration configuration;
+  // Sums that need nothing else are taken where they belong.
+  const bool in_place = p.c_type == Dtype::f32 && !p.bias && !p.c_rows;
   for (int64_t k = 0; k == 0 || k < all; k += kTileSlice) {
     const int64_t first = k * kTerms, left = p.depth - first;
     const int64_t depth = left < kTileSlice * kTerms ? left : kTileSlice * kTerms, steps = padded_units(depth) / 16;
     const bool last = k + kTileSlice >= all;
     for (int64_t m = 0; m < rows; m += kTileRows32) {
       const int64_t some = rows - m < kTileRows32 ? rows - m : kTileRows32;
-      by_element<float>(p.a_type,
-                        [&](auto t) { stage_rows<decltype(t)>(p, m0 + m, some, first, depth, staged); });
+      by_element<float>(p.a_type, [&](auto t) { stage_rows<decltype(t)>(p, m0 + m, some, first, depth, staged); });
       const Tiles a{staged, 16 * kStagedStride * 4, 64, kStagedStride * 4};
-      float* c = sums + m * kTileC;
+      float* c = all > kTileSlice ? sums + m * kTileC : sums;
       for (int64_t n = 0; n < columns; n += 32) {
         const int64_t width = columns - n < 32 ? columns - n : 32;
         const Tiles panel{b + n / kPanel<float> * panel_units + k * kPanel<float> + n % kPanel<float> * 16, 1024,
                           kGemmVecs * 1024};
-        const Addend sums_before{k > 0 ? c + n : nullptr, kTileC, 16 * kTileC};
+        if (in_place && some == 32 && width == 32) {
+          float* out = static_cast<float*>(p.c) + (m0 + m) * p.c_stride + n0 + n;
+          const Addend before{k > 0 || p.accumulate ? out : nullptr, p.c_stride, 16 * p.c_stride};
+          tile_block<2, 2>(steps, a, panel, out, p.c_stride, 16 * p.c_stride, before);
+          continue;
+        }
+        const Addend before{k > 0 ? c + n : nullptr, kTileC, 16 * kTileC};
         if (last) fetch_tile(p, m0 + m, some, n0 + n, width);
-        if (some > 16) tile_block<2, 2>(steps, a, panel, c + n, kTileC, 16 * kTileC, sums_before);
-        else tile_block<1, 2>(steps, a, panel, c + n, kTileC, 0, sums_before);
+        if (some > 16) tile_block<2, 2>(steps, a, panel, c + n, kTileC, 16 * kTileC, before);
+        else tile_block<1, 2>(steps, a, panel, c + n, kTileC, 0, before);
         if (last) write_back<float>(p, m0 + m, some, n0 + n, width, c + n, kTileC);
       }
     }

@@ -51,7 +51,7 @@ void input_products(const RnnProblem& p, int64_t d, const Rows& rows, const Mayb
   if (!p.has_w_ih) return gather(p.gate_columns, bias, zx, stride);
   if (packed_w_ih) {
     multiply(p, {count, p.gate_columns, p.inputs, p.dtype, nullptr, 0, 1, packed_w_ih->const_data_ptr(), bias,
-                 p.acc_dtype, zx, stride, false, 0, rows.data()});
+                 p.acc_dtype, zx, stride, false, 0, 0, rows.data()});
     return;
   }
   const int64_t x_stride = kernels.row_stride(p.dtype, p.inputs);
@@ -135,9 +135,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
       packed.push_back(pack(p, transposed(p.w_hr[i]), P));
       direction.packed_w_hr = packed.back().const_data_ptr();
     }
-    args.push_back({&p.layer, direction, 0, 0, at(h, d * B * P), part(c, d * B * H), at(zx, d * zx_size), stride,
-                    at(output, d * P), D * P, part(cells, d * T * B * H), part(gates, d * T * B * p.saved_columns),
-                    part(products, d * T * B * p.gate_columns), {}});
+    args.push_back({&p.layer,
+                    direction,
+                    0,
+                    0,
+                    at(h, d * B * P),
+                    part(c, d * B * H),
+                    at(zx, d * zx_size),
+                    stride,
+                    at(output, d * P),
+                    D * P,
+                    part(cells, d * T * B * H),
+                    part(gates, d * T * B * p.saved_columns),
+                    part(products, d * T * B * p.gate_columns),
+                    {}});
     if (panel_columns > 0)
       args.back().input = {w_ih_packed.back()->const_data_ptr(), p.bias.empty() ? nullptr : p.bias[i].const_data_ptr(),
                            p.input.const_data_ptr(), share_tokens * panel_columns,
@@ -199,7 +210,7 @@ struct Gradients {
     const auto add_product = [&](Dtype type, const void* source, int64_t source_stride, int64_t columns,
                                  const Tensor& packed, int64_t width, Tensor& sum, int64_t row) {
       multiply(p, {columns, width, tokens, type, source, 1, source_stride, packed.const_data_ptr(), nullptr,
-                   at_once ? p.dtype : p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, !first, 0});
+                   at_once ? p.dtype : p.acc_dtype, at(sum, (d * sum.size(1) + row) * width), width, !first, 0, 0});
     };
     const auto add_outer = [&](const void* source, int64_t columns, const Rows& rows, Dtype dtype, int64_t width,
                                Tensor& sum, int64_t row) {
@@ -270,7 +281,7 @@ struct Gradients {
     if (p.has_w_ih) {
       multiply(p, {tokens, columns, p.gate_columns, p.operand_dtype, a.grad_z, a.grad_z_stride, 1,
                    packed_w_ih[static_cast<size_t>(d)].const_data_ptr(), nullptr, both() ? p.acc_dtype : p.dtype,
-                   nullptr, columns, both(), 0, nullptr, rows.data()});
+                   nullptr, columns, both(), 0, 0, nullptr, rows.data()});
       return;
     }
     const auto scatter = [&](int64_t from, int64_t count, int64_t to) {
@@ -428,7 +439,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
         if (recompute) {
           input_products(p, d, x[i], p.has_w_ih ? MaybeTensor(w_ih_packed[i]) : std::nullopt, part(zx, d), stride);
           multiply(p, {tokens, G, P, p.has_mask ? p.acc_dtype : p.dtype, nullptr, 0, 1, w_hh_packed[i].const_data_ptr(),
-                       nullptr, p.acc_dtype, part(chunk_products, d), G, false, 0, h.data()});
+                       nullptr, p.acc_dtype, part(chunk_products, d), G, false, 0, 0, h.data()});
           const RnnActivate activate{&p.layer,
                                      args[i].direction,
                                      part(zx, d),

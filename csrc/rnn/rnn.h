@@ -86,9 +86,9 @@ struct RnnForward {
   const RnnLayer* layer;
   RnnDirection direction;
   int64_t step_begin, step_end;
-  void* h;         // (batch, width) acc: before step_begin on entry, after the last step on return
-  void* c;         // (batch, hidden) acc: likewise; LSTM only
-  void* zx;        // by token, rows of zx_stride, acc: W_ih x and all biases but b_hn
+  void* h;   // (batch, width) acc: before step_begin on entry, after the last step on return
+  void* c;   // (batch, hidden) acc: likewise; LSTM only
+  void* zx;  // by token, rows of zx_stride, acc: W_ih x and all biases but b_hn
   int64_t zx_stride;
   void* output;  // (steps, batch, ...) dtype, rows of output_stride
   int64_t output_stride;
@@ -224,7 +224,7 @@ struct RnnKernels {
   int64_t (*packed_size)(Dtype dtype, int64_t depth, int64_t columns, int64_t groups);
   int64_t (*pack_items)(const Packing&);
   void (*pack)(const Packing&, int64_t item);
-  int64_t (*block_rows)(int64_t rows, int64_t columns, int64_t threads);  // Product::block_rows
+  int64_t (*cut)(Product&, int64_t threads);  // into blocks: sets their size, returns how many
   int64_t (*multiply_scratch)(Dtype dtype);
   void (*multiply)(const Product&, int64_t item, void* scratch);
   int64_t (*few_rows_items)(const RnnFewRows&);

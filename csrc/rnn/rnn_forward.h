@@ -291,9 +291,7 @@ struct Forward {
         for (int64_t i = i0; i < i1; ++i) fetch(table[i], g.begin);
       };
     };
-    const auto end = [&](const Group& g) {
-      change(count, t_next, next, next_parity, g.begin, g.end, g.begin, g.end);
-    };
+    const auto end = [&](const Group& g) { change(count, t_next, next, next_parity, g.begin, g.end, g.begin, g.end); };
 #if defined(SK_TILES)
     if (p.direction.packed_w_hh && count > 0) {
       // The cells of a group between the steps of the next one's products.

@@ -165,14 +165,11 @@ RnnProblem::RnnProblem(const RnnArguments& a)
     const auto seed = static_cast<uint64_t>(*static_cast<const int64_t*>(a.seed->const_data_ptr()));
     for (int k = 0; k < 2; ++k) zoneout.mask[k] = Dropout::with(zoneout.p[k], seed);
   }
-  layer = {dtype,         cell,
-           steps,         batch,
-           inputs,        hidden,
-           width,         has_norm,
-           has_w_hr,      a.eps,
-           zoneout,       order.data(),
-           active.data(), starts.data(),
-           resets ? static_cast<const uint8_t*>(resets->const_data_ptr()) : nullptr};
+  layer = {dtype,         cell,          steps,
+           batch,         inputs,        hidden,
+           width,         has_norm,      has_w_hr,
+           a.eps,         zoneout,       order.data(),
+           active.data(), starts.data(), resets ? static_cast<const uint8_t*>(resets->const_data_ptr()) : nullptr};
 }
 
 RnnDirection RnnProblem::direction(int64_t d) const {

@@ -1,6 +1,6 @@
 // Products of a few rows, for the loops over the steps, on matrix tiles (AMX): with packed panels, and with weights as
-// they lie. As rnn_products.h, with the same names. An element of C is the sum over steps of 32 terms in ascending order
-// (matrix_tiles.h) on every one of these ways: it depends on its own row of A and column of B.
+// they lie. As rnn_products.h, with the same names. An element of C is the sum over steps of 32 terms in ascending
+// order (matrix_tiles.h) on every one of these ways: it depends on its own row of A and column of B.
 //
 // A tile of fewer rows takes as long as a whole one, for as long as its right tile changes with every product; panels
 // stream from L2 at that rate, 64 bytes a cycle.
@@ -115,10 +115,11 @@ void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, co
   }
 }
 
-// ---- weights as they lie ---------------------------------------------------------------------------------------------
+// ---- weights as they lie
+// ---------------------------------------------------------------------------------------------
 
-// C = A B for panels of a B whose columns lie as rows of numbers: C^T = B^T A^T, where B^T's rows are left tiles as they
-// lie and A^T's pairs are right ones, made in scratch of unpacked_scratch().
+// C = A B for panels of a B whose columns lie as rows of numbers: C^T = B^T A^T, where B^T's rows are left tiles as
+// they lie and A^T's pairs are right ones, made in scratch of unpacked_scratch().
 template <class A>
 int64_t unpacked_scratch(int64_t rows, int64_t depth, int64_t) {
   return (rows + 15) / 16 * padded_units(depth) * 16 + 2 * kGemmVecs * 256;
@@ -158,8 +159,7 @@ void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, i
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t k = 0; k < depth; k += 16) {
       vf32 block[16];
-      for (int64_t i = 0; i < 16; ++i)
-        block[i] = tile * 16 + i < rows ? load(a + (tile * 16 + i) * lda + k) : vf32{};
+      for (int64_t i = 0; i < 16; ++i) block[i] = tile * 16 + i < rows ? load(a + (tile * 16 + i) * lda + k) : vf32{};
       transpose_square<float>(block);
       for (int64_t i = 0; i < 16; ++i) store(scratch + (tile * depth + k + i) * 16, block[i]);
     }

@@ -90,9 +90,7 @@ inline Tensor pack(const RnnProblem& p, const Source& source, int64_t columns, i
 // C = A B + bias, or C += A B.
 inline void multiply(const RnnProblem& p, Product product) {
   const RnnKernels& kernels = p.kernels;
-  const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
-  product.block_rows = kernels.block_rows(product.rows, product.columns, torch::stable::get_num_threads());
-  const int64_t items = blocks(product.rows, product.block_rows) * blocks(product.columns, kBlockColumns);
+  const int64_t items = kernels.cut(product, torch::stable::get_num_threads());
   for_items(items, static_cast<double>(product.rows) * product.columns * product.depth, p.input,
             kernels.multiply_scratch(p.dtype), p.acc,
             [&](int64_t item, void* scratch) { kernels.multiply(product, item, scratch); });
