@@ -6,6 +6,14 @@
 //
 // An element of C is the sum over steps of 32 terms in ascending order (matrix_tiles.h), whatever the blocks are and
 // whoever computes them.
+//
+// One core of a Granite Rapids, whose tiles reach 3.8 TF/s: blocks of two by two tiles with B in L2 2.5 to 3.2,
+// weights' gradients of 2048 x 512 over 512 tokens 1.6, inputs' gradients of 512 x 512 over 2048 terms 1.3. Beyond L2
+// there are 27 GB/s: 0.7 TF/s. Tried and lost:
+//   - B's rows 256 bytes apart, as dot products read them, instead of whole tiles of 1 KB: 5 to 15 % slower.
+//   - blocks of 256 columns and 512 rows: A is copied for half as many columns, 20 to 25 % slower.
+//   - float32 sums by way of scratch: 20 % slower than in place. Rows of sums sent to C between the next block's steps:
+//     another 5 to 20 %.
 #pragma once
 
 #include "blocked_gemm.h"
