@@ -36,12 +36,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`isa` is every tier that this machine can run and that the op has kernels of its own for.
 
-    The slow tests have those between the first and the last, but avx512 where what follows is for bfloat16 alone.
+    Of the tiers for bfloat16 alone the slow tests have all, the others the last.
     """
     if "isa" in metafunc.fixturenames:
         own = any(name in metafunc.module.__name__ for name in ("attention", "rnn"))
         tiers = [i for i in _library.available_isas() if own or i not in _library.BF16_ISAS]
-        quick = {tiers[0], tiers[-1], *(["avx512"] if tiers[-1] in _library.BF16_ISAS else [])}
+        quick = {i for i in tiers if i not in _library.BF16_ISAS or i == tiers[-1]}
         marked = [pytest.param(i, marks=() if i in quick else pytest.mark.slow) for i in tiers]
         metafunc.parametrize("isa", marked, indirect=True)
 

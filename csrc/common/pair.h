@@ -12,7 +12,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 template <class T>
 constexpr bool kInPairs = std::is_same<T, BFloat16>::value;
 #else
@@ -43,13 +43,33 @@ SK_INLINE U broadcast_as(A x) {
   else return broadcast<A>(x);
 }
 
+#if defined(__AVX512F__)
+// Lanes first, first + 2, ... of a and b; and one half of what they came from.
+SK_INLINE vf32 every_second(vf32 a, vf32 b, int first) {
+  const vi32 even = constant_lanes<vi32, 16>([](int i) { return 2 * i; });
+  return __builtin_shuffle(a, b, even + first);
+}
+SK_INLINE vf32 interleaved(vf32 a, vf32 b, int half) {
+  const vi32 lower = constant_lanes<vi32, 16>([](int i) { return i / 2 + i % 2 * 16; });
+  return __builtin_shuffle(a, b, lower + 8 * half);
+}
+#endif
+
 // Elements, or accumulators beside elements, as a unit.
 template <class U, class T>
 SK_INLINE U load_as(const T* p) {
   if constexpr (kVectors<U> == 1) {
     return load(p);
   } else {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    if constexpr (std::is_same<T, BFloat16>::value) {
+      const vu32 x = bit_cast<vu32>(_mm512_loadu_si512(p));
+      return {bit_cast<vf32>(x << 16), bit_cast<vf32>(x & 0xffff0000u)};
+    } else {
+      const vf32 first = load(p), second = load(p + 16);
+      return {every_second(first, second, 0), every_second(first, second, 1)};
+    }
+#elif defined(__AVX2__)
     if constexpr (std::is_same<T, BFloat16>::value) {
       const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), zero = _mm256_setzero_si256();
       return {bit_cast<vf32>(_mm256_unpacklo_epi16(zero, x)), bit_cast<vf32>(_mm256_unpackhi_epi16(zero, x))};
@@ -65,7 +85,23 @@ SK_INLINE void store_as(T* p, U v) {
   if constexpr (kVectors<U> == 1) {
     store(p, v);
   } else {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    if constexpr (std::is_same<T, BFloat16>::value) {
+      const auto round = [](vf32 x) {  // a NaN keeps its bits: rounding could carry them away
+        const __m512i u = bit_cast<__m512i>(x);
+        const __m512i half = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1)),
+                                              _mm512_set1_epi32(0x7fff));
+        return _mm512_mask_add_epi32(u, _mm512_cmp_ps_mask(bit_cast<__m512>(x), bit_cast<__m512>(x), _CMP_ORD_Q), u,
+                                     half);
+      };
+      const __m512i low = _mm512_srli_epi32(round(v.a), 16);
+      _mm512_storeu_si512(
+          p, _mm512_ternarylogic_epi32(low, round(v.b), _mm512_set1_epi32(static_cast<int>(0xffff0000u)), 0xf8 & 0xff));
+    } else {
+      store(p, interleaved(v.a, v.b, 0));
+      store(p + 16, interleaved(v.a, v.b, 1));
+    }
+#elif defined(__AVX2__)
     if constexpr (std::is_same<T, BFloat16>::value) {
       const auto round = [](vf32 x) {
         const vu32 u = bit_cast<vu32>(x);
@@ -87,7 +123,52 @@ SK_INLINE void store_as(T* p, U v) {
   }
 }
 
+// Accumulators that lie as units hold them, which no instruction has to bring into order.
+template <class U, class A>
+SK_INLINE U load_ordered(const A* p) {
+  if constexpr (kVectors<U> == 2) return {load(p), load(p + W<A>)};
+  else return load(p);
+}
+template <class U, class A>
+SK_INLINE void store_ordered(A* p, U v) {
+  if constexpr (kVectors<U> == 2) {
+    store(p, v.a);
+    store(p + W<A>, v.b);
+  } else {
+    store(p, v);
+  }
+}
+// Brings `count` accumulators beside elements of type T into that order: those of whole units.
+template <class T, class A>
+SK_INLINE void order(int64_t count, const A* from, A* to) {
+  int64_t c = 0;
+  if constexpr (kInPairs<T>)
+    for (; c + 2 * W<A> <= count; c += 2 * W<A>) store_ordered(to + c, load_as<Pair>(from + c));
+  for (; c < count; ++c) to[c] = from[c];
+}
+
+// A pair's numbers in their own order.
+SK_INLINE void in_sequence(Pair v, vf32 (&sequence)[2]) {
+#if defined(__AVX512F__)
+  sequence[0] = interleaved(v.a, v.b, 0);
+  sequence[1] = interleaved(v.a, v.b, 1);
+#elif defined(__AVX2__)
+  sequence[0] = bit_cast<vf32>(_mm256_permute2f128_ps(bit_cast<__m256>(v.a), bit_cast<__m256>(v.b), 0x20));
+  sequence[1] = bit_cast<vf32>(_mm256_permute2f128_ps(bit_cast<__m256>(v.a), bit_cast<__m256>(v.b), 0x31));
+#endif
+}
+
 // The first n elements of a vector; a pair is always whole.
+template <class U, class A>
+SK_INLINE U load_ordered_upto(const A* p, int64_t n) {
+  if constexpr (kVectors<U> == 1) return load_upto(p, n);
+  else return load_ordered<U>(p);
+}
+template <class U, class A>
+SK_INLINE void store_ordered_upto(A* p, U v, int64_t n) {
+  if constexpr (kVectors<U> == 1) store_upto(p, v, n);
+  else store_ordered(p, v);
+}
 template <class U, class T>
 SK_INLINE U load_upto_as(const T* p, int64_t n) {
   if constexpr (kVectors<U> == 1) return load_upto(p, n);

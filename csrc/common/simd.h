@@ -26,6 +26,7 @@
 #define SK_VEC_BYTES 16
 #endif
 #define SK_INLINE inline __attribute__((always_inline))
+#define SK_INLINED __attribute__((always_inline))  // of a lambda
 
 namespace seqkern {
 namespace SK_TIER {

@@ -48,8 +48,8 @@ void run_forward(const LayerNormForward& args, int64_t rows) {
                               [&](int64_t begin, int64_t end) { forward(args, begin, end); });
 }
 
-// In bytes, what one worker needs to add rows up in.
-size_t sums_size(int64_t columns, size_t acc_size) { return (2 * columns * acc_size + 63) / 64 * 64; }
+// In bytes, what one worker needs to add rows up in, and for the weight in its order.
+size_t sums_size(int64_t columns, size_t acc_size) { return (3 * columns * acc_size + 63) / 64 * 64; }
 
 // The sums for the parameters end in grad_weight and grad_bias (null where not needed). `sums`: sums_size bytes for
 // each worker.

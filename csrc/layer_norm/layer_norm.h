@@ -56,7 +56,7 @@ struct LayerNormBackward {
 
 struct LayerNormKernels {
   void (*forward)(const LayerNormForward&, int64_t row_begin, int64_t row_end);
-  // scratch: 2 * columns numbers of the accumulation type of `dtype`, this call's alone.
+  // scratch: 3 * columns numbers of the accumulation type of `dtype`, this call's alone.
   void (*backward)(const LayerNormBackward&, int64_t chunk_begin, int64_t chunk_end, void* scratch);
   // total[c] = sum over chunks, in order, of partial[chunk, c], for the columns [begin, end).
   void (*reduce)(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, void* total, int64_t begin,

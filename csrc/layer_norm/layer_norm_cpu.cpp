@@ -25,8 +25,15 @@
 // 768 forward 1.3 to 1.55 and 1.0 to 1.3, 8192 x 1024 1.3 to 1.5 and 1.1 to 1.25, backward 2048 x 4096 1.2 and 1.15,
 // 256 x 16384 1.15 and 1.1; bfloat16 backward, one row at a time up to 2048 columns, 1.15 to 1.3 and 1.1 to 1.3.
 //
-// bfloat16 on AVX2 goes by two vectors at once (pair.h): on one core of a Zen 3, 2048 x 768, 1.38 to 1.5 times as fast
-// forward and 1.32 to 1.46 forward and backward as by one.
+// Intel's cores with AVX-512 (Granite Rapids, one core, times the speed of asking only for lines to be written, in the
+// first pass): rows of any length, into the nearest cache, float32 lines to be written in the first pass as well.
+// float32 64 x 768 (in cache) forward 1.2 and backward 1.05, from memory forward 1.03 to 1.15, backward 1.1 to 1.25;
+// bfloat16 from memory 1.3 to 1.4 and 1.3 to 1.4.
+//
+// bfloat16 on AVX2 and AVX-512 goes by two vectors at once (pair.h): on one core of a Zen 3, 2048 x 768, 1.38 to 1.5
+// times as fast forward and 1.32 to 1.46 forward and backward as by one; on one of a Granite Rapids, 64 x 768, AVX-512,
+// 1.15 and 1.1. The parameters and their sums lie in the order in which pairs hold them: another 1.07 and 1.12 there,
+// on AVX2 1.12 and 1.07.
 //
 // Tried and lost on a Zen 4: one row normalised while the next one is summed up, in one loop (in cache 1.25 times as
 // fast; from memory 0.92 to 0.96 of the speed, 0.75 of what asking ahead gives: reading and writing by turns suits the
@@ -41,9 +48,13 @@
 // Tried and lost (AVX-512, 2 cores of an Intel server, medians): Welford's update (a division and a dependent chain a
 // vector); x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the
 // mean (11 % more than the guessed pivot at 64 x 768); one row at a time in the backward pass (1.2 times the time of
-// two at 64 x 768); prefetching the next rows to read into the nearest cache (20 to 40 % slower at 4096 x 768, so
-// nothing is read ahead there); stores past the caches (norm alone up to 25 % faster, norm and whatever reads its
-// result 1.5 to 1.9 times slower).
+// two at 64 x 768); stores past the caches (norm alone up to 25 % faster, norm and whatever reads its result 1.5 to 1.9
+// times slower). On a Granite Rapids: the sums of the next row before the current one is written, forward (1.03 to 1.08
+// times as fast, 0.8 where rows are long) and backward (0.75 to 0.95); asking for the sum of input and residual before
+// it is written (within 2 %).
+//
+// Loops over columns stay in line, by force: a body that gcc leaves a function of its own reads what it captured again
+// for every vector, which takes up to 1.5 times as long.
 #include "layer_norm.h"
 #include "pair.h"
 #include "philox.h"
@@ -58,12 +69,23 @@ constexpr int kUnroll = 4;
 // In bytes: a cache line, the longest row of which several stay in the nearest cache, and how far ahead lines are asked
 // for that will be written.
 constexpr int64_t kLine = 64, kShortRow = 8192, kWrittenAhead = 2048;
+// Rows from which on it pays to bring the parameters into the order of units.
+constexpr int64_t kLeastOrdered = 4;
 template <class T>
 SK_INLINE bool is_short(int64_t columns) {
   return columns * static_cast<int64_t>(sizeof(T)) <= kShortRow;
 }
-// Whether short rows are asked for while the one before is written.
-SK_INLINE bool reads_ahead() { return SK_VEC_BYTES < 64 || is_amd(); }
+SK_INLINE bool is_wide_intel() { return SK_VEC_BYTES == 64 && !is_amd(); }
+// Whether a row is asked for while the one before is written.
+template <class T>
+SK_INLINE bool reads_ahead(int64_t columns) {
+  return is_wide_intel() || is_short<T>(columns);
+}
+// Whether the lines that will be written are asked for in the first pass.
+template <class T>
+SK_INLINE bool writes_ahead(int64_t columns) {
+  return !reads_ahead<T>(columns) || (is_wide_intel() && sizeof(T) != 2);
+}
 
 // Calls body(column, slot, unit) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
 // part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds
@@ -73,7 +95,7 @@ constexpr int kFold = 16;
 template <class A, class U, class Body, class Tail, class... Sums>
 SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail, Sums&... sums) {
   int64_t c = 0;
-  const auto round = [&] {
+  const auto round = [&]() SK_INLINED {
     for (int u = 0; u < kUnroll; u += kVectors<U>) body(c + u * W<A>, u, U{});
     c += kUnroll * W<A>;
   };
@@ -84,6 +106,12 @@ SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail, 
     }
   }
   for (; c + kUnroll * W<A> <= columns;) round();
+  if constexpr (kVectors<U> == 2) {
+    if (c + 2 * W<A> <= columns) {
+      body(c, 0, U{});
+      c += 2 * W<A>;
+    }
+  }
   for (; c + W<A> <= columns; c += W<A>) body(c, 0, Vec<A>{});
   if (c < columns) tail(c, columns - c);
 }
@@ -135,16 +163,18 @@ template <class T>
 SK_INLINE bool begins_line(int slot) {
   return sizeof(T) == 2 || slot * W<acc_t<T>> * static_cast<int64_t>(sizeof(T)) % kLine == 0;
 }
-// Asks for the line of row[column], to be read in the next row, or to be written.
+// Asks for the line of row[column], to be read in the next row, or to be written. `near`: into the nearest cache, where
+// lines of 2-byte elements always come.
 template <class T>
-SK_INLINE void will_read(const T* row, int64_t column) {
-  __builtin_prefetch(row + column, 0, sizeof(T) == 2 ? 3 : 2);
+SK_INLINE void will_read(const T* row, int64_t column, bool near) {
+  if (sizeof(T) == 2 || near) __builtin_prefetch(row + column, 0, 3);
+  else __builtin_prefetch(row + column, 0, 2);
 }
 template <class T>
 SK_INLINE void will_write(const T* row, int64_t column) {
   __builtin_prefetch(row + column, 1, 3);
 }
-// Of the row that is being written, in a short row whose next one is asked for.
+// Of the row that is being written, where the next one is asked for.
 template <class T>
 SK_INLINE void will_write_on(const T* row, int64_t column) {
   if (sizeof(T) == 2) __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWrittenAhead, 1, 3);
@@ -209,7 +239,7 @@ SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double ep
   Sum<A> first, second;
   for_columns<A, Unit<T>>(
       columns,
-      [&](int64_t c, int u, auto unit) {
+      [&](int64_t c, int u, auto unit) SK_INLINED {
         if (Asks && begins_line<T>(u)) will_write(written, c);
         auto d = load_as<decltype(unit)>(x + c);
         if constexpr (Centred) {
@@ -261,7 +291,7 @@ SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<
   } else {
     for_columns<A, Unit<T>>(
         p.columns,
-        [&](int64_t c, int, auto unit) {
+        [&](int64_t c, int, auto unit) SK_INLINED {
           using U = decltype(unit);
           store_as<U>(s + c, load_as<U>(x + c) + load_as<U>(r + c));
         },
@@ -275,7 +305,19 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
-  const bool ahead = reads_ahead() && is_short<T>(columns);
+  const bool ahead = reads_ahead<T>(columns), first_asks = writes_ahead<T>(columns), near = is_wide_intel();
+  // The parameters in the order of units, where they are used often enough and fit.
+  constexpr int64_t kMostOrdered = kInPairs<T> ? 2048 : 1;
+  alignas(64) A ordered_weight[kMostOrdered], ordered_bias[kMostOrdered];
+  const bool in_order = kInPairs<T> && weight && columns <= kMostOrdered && row_end - row_begin >= kLeastOrdered;
+  if (in_order) {
+    order<T>(columns, weight, ordered_weight);
+    weight = ordered_weight;
+    if (bias) {
+      order<T>(columns, bias, ordered_bias);
+      bias = ordered_bias;
+    }
+  }
   DropoutRow<A> dropout;
   for (int64_t row = row_begin; row < row_end; ++row) {
     const bool more = ahead && row + 1 < row_end;
@@ -290,32 +332,38 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
     T* y = p.output ? static_cast<T*>(p.output) + row * columns : nullptr;
 
     const A first = Centred ? pivot_of(x, columns) : A(0);
-    const auto found = ahead || !y ? deviations<T, Centred, false>(x, columns, p.eps, first, nullptr, false)
-                                   : deviations<T, Centred, true>(x, columns, p.eps, first, y, false);
+    const auto found = first_asks && y ? deviations<T, Centred, true>(x, columns, p.eps, first, y, false)
+                                       : deviations<T, Centred, false>(x, columns, p.eps, first, nullptr, false);
     const A pivot = found.pivot, rstd = found.rstd, offset = -(found.shift * rstd);
     if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + found.shift;
     if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
     if (!y) continue;
 
-    const auto second_pass = [&](auto affine, auto asks) {
-      constexpr bool Affine = decltype(affine)::value;  // with weight and bias, else with or without either
-      constexpr bool Asks = decltype(asks)::value;      // for the next row
-      const auto normalise = [&](auto v, auto w, auto b) {
+    const auto second_pass = [&](auto affine, auto asks, auto in_order) {
+      constexpr bool Affine = decltype(affine)::value;     // with weight and bias, else with or without either
+      constexpr bool Asks = decltype(asks)::value;         // for the next row
+      constexpr bool Ordered = decltype(in_order)::value;  // the parameters
+      const auto beside = [](auto unit, const A* parameter) SK_INLINED {
+        using U = decltype(unit);
+        if constexpr (Ordered) return load_ordered<U>(parameter);
+        else return load_as<U>(parameter);
+      };
+      const auto normalise = [&](auto v, auto w, auto b) SK_INLINED {
         if constexpr (Centred) v = (v - pivot) * rstd + broadcast_as<decltype(v)>(offset);
         else v = v * rstd;
         return v * w + b;
       };
       for_columns<A, Unit<T>>(
           columns,
-          [&](int64_t c, int u, auto unit) {
+          [&](int64_t c, int u, auto unit) SK_INLINED {
             using U = decltype(unit);
             if (Asks && begins_line<T>(u)) {
-              will_read(next, c);
-              if (next_residual) will_read(next_residual, c);
+              will_read(next, c, near);
+              if (next_residual) will_read(next_residual, c, near);
               will_write_on(y, c);
             }
-            const U w = Affine || weight ? load_as<U>(weight + c) : broadcast_as<U>(A(1));
-            const U b = Affine || bias ? load_as<U>(bias + c) : U{};
+            const U w = Affine || weight ? beside(unit, weight + c) : broadcast_as<U>(A(1));
+            const U b = Affine || bias ? beside(unit, bias + c) : U{};
             store_as<U>(y + c, normalise(load_as<U>(x + c), w, b));
           },
           [&](int64_t c, int64_t n) {
@@ -324,8 +372,14 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
           });
     };
     const auto choose = [&](auto affine) {
-      if (ahead) second_pass(affine, std::true_type{});
-      else second_pass(affine, std::false_type{});
+      const auto with = [&](auto asks) {
+        if constexpr (kInPairs<T>) {
+          if (in_order) return second_pass(affine, asks, std::true_type{});
+        }
+        second_pass(affine, asks, std::false_type{});
+      };
+      if (ahead) with(std::true_type{});
+      else with(std::false_type{});
     };
     if (weight && bias) choose(std::true_type{});
     else choose(std::false_type{});
@@ -343,10 +397,10 @@ struct RowGradient {
 };
 
 template <class T, bool Centred, bool Full>
-SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, bool ahead, RowGradient<T>& r) {
+SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T>* weight, RowGradient<T>& r) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
-  const A* weight = static_cast<const A*>(p.weight);
+  const bool asks = writes_ahead<T>(columns);
   r.x = static_cast<const T*>(p.input) + row * p.input_stride;
   r.dy = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
   r.grad_sum = p.grad_sum ? static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride : nullptr;
@@ -357,7 +411,7 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, bool ahead, R
   if (p.dropout.active) r.dropout.begin(p.dropout, row);
 
   Sum<A> sum_d, sum_g, sum_gd;
-  const auto accumulate = [&](auto d, auto g, int u) {
+  const auto accumulate = [&](auto d, auto g, int u) SK_INLINED {
     if constexpr (Centred) {
       sum_d.add(u, d);
       sum_g.add(u, g);
@@ -366,11 +420,11 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, bool ahead, R
   };
   for_columns<A, Unit<T>>(
       columns,
-      [&](int64_t c, int u, auto unit) {
+      [&](int64_t c, int u, auto unit) SK_INLINED {
         using U = decltype(unit);
-        if (!ahead && begins_line<T>(u)) will_write(r.grad_residual, c);
+        if (asks && begins_line<T>(u)) will_write(r.grad_residual, c);
         const U g = load_as<U>(r.dy + c);
-        accumulate(load_as<U>(r.x + c) - r.mean, Full || weight ? rounded(g * load_as<U>(weight + c)) : g, u);
+        accumulate(load_as<U>(r.x + c) - r.mean, Full || weight ? rounded(g * load_ordered<U>(weight + c)) : g, u);
       },
       [&](int64_t c, int64_t n) {
         const Vec<A> d = keep_first<A>(load_partial(r.x + c, n) - r.mean, n);
@@ -385,35 +439,36 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, bool ahead, R
 }
 
 // The gradients of `Rows` rows, and their share of dweight and dbias: added to dw and db, or written where these are
-// the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db, else with or without each.
+// the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db, else with or without each. These
+// three lie in the order of units.
 template <class T, bool Centred, bool Added, bool Full, int Rows>
-SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first, acc_t<T>* dw, acc_t<T>* db) {
+SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first, const acc_t<T>* weight, acc_t<T>* dw,
+                             acc_t<T>* db) {
   using A = acc_t<T>;
-  const A* weight = static_cast<const A*>(p.weight);
   const int64_t columns = p.columns;
-  const bool ahead = reads_ahead() && is_short<T>(columns);
+  const bool ahead = reads_ahead<T>(columns), near = is_wide_intel();
   const int64_t step = row + 2 * Rows <= p.rows ? Rows : 0;  // to the next rows to read
   RowGradient<T> rows[Rows];
-  for (int i = 0; i < Rows; ++i) first_pass<T, Centred, Full>(p, row + i, ahead, rows[i]);
+  for (int i = 0; i < Rows; ++i) first_pass<T, Centred, Full>(p, row + i, weight, rows[i]);
 
   // Of `Units` units of columns, or of the first n < W columns of one, in all rows.
-  const auto block = [&](int64_t begin, int64_t n, auto unit, auto units) {
+  const auto block = [&](int64_t begin, int64_t n, auto unit, auto units) SK_INLINED {
     using U = decltype(unit);
     constexpr int Units = decltype(units)::value;
     constexpr int64_t width = kVectors<U> * W<A>;
     U w[Units], sum_w[Units], sum_b[Units];
     for (int u = 0; u < Units; ++u) {
       const int64_t c = begin + u * width;
-      w[u] = Full || weight ? load_upto_as<U>(weight + c, n) : broadcast_as<U>(A(1));
-      sum_w[u] = !first && (Full || dw) ? load_upto_as<U>(dw + c, n) : U{};
-      sum_b[u] = !first && (Full || db) ? load_upto_as<U>(db + c, n) : U{};
+      w[u] = Full || weight ? load_ordered_upto<U>(weight + c, n) : broadcast_as<U>(A(1));
+      sum_w[u] = !first && (Full || dw) ? load_ordered_upto<U>(dw + c, n) : U{};
+      sum_b[u] = !first && (Full || db) ? load_ordered_upto<U>(db + c, n) : U{};
     }
     for (int i = 0; i < Rows; ++i) {
       RowGradient<T>& r = rows[i];
       if (ahead) {
-        will_read(r.x + step * p.input_stride, begin);
-        will_read(r.dy + step * p.grad_output_stride, begin);
-        if (Added && r.grad_sum) will_read(r.grad_sum + step * p.grad_sum_stride, begin);
+        will_read(r.x + step * p.input_stride, begin, near);
+        will_read(r.dy + step * p.grad_output_stride, begin, near);
+        if (Added && r.grad_sum) will_read(r.grad_sum + step * p.grad_sum_stride, begin, near);
         will_write_on(r.grad_residual, begin);
       }
       for (int u = 0; u < Units; ++u) {
@@ -429,14 +484,24 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
         U total = (xhat * r.minus_mean_gx + (g - r.mean_g)) * r.rstd;
         if (Added && r.grad_sum) total += load_upto_as<U>(r.grad_sum + c, n);
         store_upto_as(r.grad_residual + c, total, n);
-        if constexpr (Added && kVectors<U> == 1)
-          if (r.grad_input) store_upto(r.grad_input + c, r.dropout.apply(total, c), n);
+        if (Added && r.grad_input) {
+          if constexpr (kVectors<U> == 1) {
+            store_upto(r.grad_input + c, r.dropout.apply(total, c), n);
+          } else {
+            Vec<A> sequence[2];
+            in_sequence(total, sequence);
+            for (int i = 0; i < 2; ++i) {
+              const int64_t at = c + i * W<A>;
+              store(r.grad_input + at, r.dropout.apply(sequence[i], at));
+            }
+          }
+        }
       }
     }
     for (int u = 0; u < Units; ++u) {
       const int64_t c = begin + u * width;
-      if (Full || dw) store_upto_as(dw + c, sum_w[u], n);
-      if (Full || db) store_upto_as(db + c, sum_b[u], n);
+      if (Full || dw) store_ordered_upto(dw + c, sum_w[u], n);
+      if (Full || db) store_ordered_upto(db + c, sum_b[u], n);
     }
   };
   int64_t c = 0;
@@ -447,20 +512,37 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
       block(c, width, unit, std::integral_constant<int, units>{});
   };
   if constexpr (kInPairs<T>) {
-    if (!p.dropout.active) lines(Pair{});
+    lines(Pair{});
+    // As far as the parameters lie in pairs.
+    constexpr int64_t width = 2 * W<A>;
+    for (; c + width <= columns; c += width) block(c, width, Pair{}, std::integral_constant<int, 1>{});
   }
   lines(Vec<A>{});
   for (; c < columns; c += W<A>) block(c, columns - c, Vec<A>{}, std::integral_constant<int, 1>{});
 }
 
+// Sums in the order of units to others in their own, which begin where these are the `first`.
+template <class T>
+SK_INLINE void add_ordered(int64_t columns, bool first, const acc_t<T>* part, acc_t<T>* sum) {
+  using A = acc_t<T>;
+  int64_t c = 0;
+  if constexpr (kInPairs<T>) {
+    for (; c + 2 * W<A> <= columns; c += 2 * W<A>) {
+      const Pair v = load_ordered<Pair>(part + c);
+      store_as(sum + c, first ? v : load_as<Pair>(sum + c) + v);
+    }
+  }
+  for (; c < columns; ++c) sum[c] = first ? part[c] : sum[c] + part[c];
+}
+
 // One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias. `scratch`: 2 * columns, where
-// the rows are added up; it stays in cache from chunk to chunk.
+// the rows are added up; it stays in cache from chunk to chunk. `weight`: in the order of units, as these sums are.
 template <class T, bool Centred, bool Added>
-void backward_chunk(const LayerNormBackward& p, int64_t chunk, acc_t<T>* scratch) {
+void backward_chunk(const LayerNormBackward& p, int64_t chunk, const acc_t<T>* weight, acc_t<T>* scratch) {
   using A = acc_t<T>;
   constexpr int kRows = 2;
   const int64_t columns = p.columns;
-  const bool together = kInPairs<T> || !is_short<A>(columns) || (SK_VEC_BYTES == 64 && !is_amd());
+  const bool together = !is_short<A>(columns) || (SK_VEC_BYTES == 64 ? !is_amd() : kInPairs<T>);
   int64_t row = chunk * p.rows_per_chunk;
   const int64_t row_begin = row, row_end = row + p.rows_per_chunk < p.rows ? row + p.rows_per_chunk : p.rows;
   A* dw = p.grad_weight_partial ? static_cast<A*>(p.grad_weight_partial) + chunk * columns : nullptr;
@@ -470,16 +552,16 @@ void backward_chunk(const LayerNormBackward& p, int64_t chunk, acc_t<T>* scratch
     constexpr bool Full = decltype(full)::value;
     const int64_t begin = row;
     for (; together && row + kRows <= end; row += kRows)
-      backward_rows<T, Centred, Added, Full, kRows>(p, row, row == begin, dw_part, db_part);
-    for (; row < end; ++row) backward_rows<T, Centred, Added, Full, 1>(p, row, row == begin, dw_part, db_part);
+      backward_rows<T, Centred, Added, Full, kRows>(p, row, row == begin, weight, dw_part, db_part);
+    for (; row < end; ++row) backward_rows<T, Centred, Added, Full, 1>(p, row, row == begin, weight, dw_part, db_part);
   };
   while (row < row_end) {
     const bool first = row == row_begin;
     const int64_t part_end = row + kRowsPerSum < row_end ? row + kRowsPerSum : row_end;
     if (p.weight && dw && db) rows_until(part_end, std::true_type{});
     else rows_until(part_end, std::false_type{});
-    for (int64_t c = 0; c < columns && dw; ++c) dw[c] = first ? dw_part[c] : dw[c] + dw_part[c];
-    for (int64_t c = 0; c < columns && db; ++c) db[c] = first ? db_part[c] : db[c] + db_part[c];
+    if (dw) add_ordered<T>(columns, first, dw_part, dw);
+    if (db) add_ordered<T>(columns, first, db_part, db);
   }
 }
 
@@ -507,13 +589,19 @@ void forward(const LayerNormForward& p, int64_t row_begin, int64_t row_end) {
 
 template <class T>
 void backward_chunks(const LayerNormBackward& p, int64_t chunk_begin, int64_t chunk_end, void* scratch) {
-  acc_t<T>* const sums = static_cast<acc_t<T>*>(scratch);
+  using A = acc_t<T>;
+  A* const sums = static_cast<A*>(scratch);
+  const A* weight = static_cast<const A*>(p.weight);
+  if (kInPairs<T> && weight) {
+    order<T>(p.columns, weight, sums + 2 * p.columns);
+    weight = sums + 2 * p.columns;
+  }
   const bool added = p.grad_sum || p.dropout.active;
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-    if (p.centred && added) backward_chunk<T, true, true>(p, chunk, sums);
-    else if (p.centred) backward_chunk<T, true, false>(p, chunk, sums);
-    else if (added) backward_chunk<T, false, true>(p, chunk, sums);
-    else backward_chunk<T, false, false>(p, chunk, sums);
+    if (p.centred && added) backward_chunk<T, true, true>(p, chunk, weight, sums);
+    else if (p.centred) backward_chunk<T, true, false>(p, chunk, weight, sums);
+    else if (added) backward_chunk<T, false, true>(p, chunk, weight, sums);
+    else backward_chunk<T, false, false>(p, chunk, weight, sums);
   }
 }
 
@@ -532,7 +620,10 @@ void reduce(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, v
 
 template <class T, class A>
 void widen_to(int64_t count, const T* parameter, A* widened) {
-  for (int64_t c = 0; c < count; c += W<acc_t<T>>) {
+  int64_t c = 0;
+  if constexpr (std::is_same<A, acc_t<T>>::value)
+    for (; c + W<A> <= count; c += W<A>) store(widened + c, load(parameter + c));
+  for (; c < count; c += W<acc_t<T>>) {
     acc_t<T> lanes[W<acc_t<T>>];
     const int64_t n = count - c < W<acc_t<T>> ? count - c : W<acc_t<T>>;
     store(lanes, load_upto(parameter + c, n));
@@ -550,7 +641,10 @@ void widen(Dtype dtype, Dtype from, int64_t count, const void* parameter, void* 
 
 template <class A, class T>
 void narrow_to(int64_t count, const A* wide, T* parameter) {
-  for (int64_t c = 0; c < count; c += W<acc_t<T>>) {
+  int64_t c = 0;
+  if constexpr (std::is_same<A, acc_t<T>>::value)
+    for (; c + W<A> <= count; c += W<A>) store(parameter + c, load(wide + c));
+  for (; c < count; c += W<acc_t<T>>) {
     acc_t<T> lanes[W<acc_t<T>>] = {};
     const int64_t n = count - c < W<acc_t<T>> ? count - c : W<acc_t<T>>;
     for (int64_t i = 0; i < n; ++i) lanes[i] = static_cast<acc_t<T>>(wide[c + i]);
