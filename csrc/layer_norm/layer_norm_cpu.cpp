@@ -26,9 +26,10 @@
 // 256 x 16384 1.15 and 1.1; bfloat16 backward, one row at a time up to 2048 columns, 1.15 to 1.3 and 1.1 to 1.3.
 //
 // Intel's cores with AVX-512 (Granite Rapids, one core, times the speed of asking only for lines to be written, in the
-// first pass): rows of any length, into the nearest cache, float32 lines to be written in the first pass as well.
-// float32 64 x 768 (in cache) forward 1.2 and backward 1.05, from memory forward 1.03 to 1.15, backward 1.1 to 1.25;
-// bfloat16 from memory 1.3 to 1.4 and 1.3 to 1.4.
+// first pass): rows of any length, short ones of float32 into the nearest cache too, and float32 lines to be written in
+// the first pass as well. float32 64 x 768 (in cache) forward 1.2 and backward 1.05, from memory forward 1.03 to 1.15,
+// backward 1.1 to 1.25; bfloat16 from memory 1.3 to 1.4 and 1.3 to 1.4. Long rows of float32 into the nearest cache
+// took up to 1.25 times the time while the memory was busy.
 //
 // bfloat16 on AVX2 and AVX-512 goes by two vectors at once (pair.h): on one core of a Zen 3, 2048 x 768, 1.38 to 1.5
 // times as fast forward and 1.32 to 1.46 forward and backward as by one; on one of a Granite Rapids, 64 x 768, AVX-512,
@@ -305,7 +306,8 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
-  const bool ahead = reads_ahead<T>(columns), first_asks = writes_ahead<T>(columns), near = is_wide_intel();
+  const bool ahead = reads_ahead<T>(columns), first_asks = writes_ahead<T>(columns),
+             near = is_wide_intel() && is_short<T>(columns);
   // The parameters in the order of units, where they are used often enough and fit.
   constexpr int64_t kMostOrdered = kInPairs<T> ? 2048 : 1;
   alignas(64) A ordered_weight[kMostOrdered], ordered_bias[kMostOrdered];
@@ -446,7 +448,7 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
                              acc_t<T>* db) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
-  const bool ahead = reads_ahead<T>(columns), near = is_wide_intel();
+  const bool ahead = reads_ahead<T>(columns), near = is_wide_intel() && is_short<T>(columns);
   const int64_t step = row + 2 * Rows <= p.rows ? Rows : 0;  // to the next rows to read
   RowGradient<T> rows[Rows];
   for (int i = 0; i < Rows; ++i) first_pass<T, Centred, Full>(p, row + i, weight, rows[i]);
