@@ -205,6 +205,24 @@ def test_lengths_are_runs_of_their_own(cell, bidirectional, dtype, isa):
             assert torch.equal(mine, whole[:, row])
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+def test_steps_that_no_sequence_reaches(cell, dtype, isa, norms, recompute):
+    """Whole chunks of steps, and calls, without a token. Of one chunk with tokens, so that all sums are the same."""
+    weights, extra = network(cell, 20, 33, norms=norms, dtype=dtype)
+    x, hx, lengths = torch.randn(300, 3, 20, dtype=dtype), state(cell, 1, 3, 33, dtype=dtype), [2, 0, 3]
+    count = 3 if cell == "lstm" else 2
+    long = everything(cell, x, hx, weights, lengths=lengths, recompute=recompute, **extra)
+    short = everything(cell, x[:3], hx, weights, lengths=lengths, recompute=recompute, **extra)
+    for i in (0, count):  # the output, and the gradient of the input
+        assert torch.equal(long[i][3:], torch.zeros_like(long[i][3:]))
+        long[i] = long[i][:3]
+    torch.testing.assert_close(long, short)
+    nothing = everything(cell, x, hx, weights, lengths=[0, 0, 0], recompute=recompute, **extra)
+    assert equal(nothing[1:count], flat(hx))
+    assert not any(t.any() for t in (nothing[0], nothing[count], *nothing[count + 1 + len(flat(hx)) :]))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("norms", [False, True])
 def test_padding_is_never_seen(cell, bad, norms, isa):

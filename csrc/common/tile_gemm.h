@@ -32,6 +32,7 @@ constexpr int64_t kTileScratch = kTileRows32 * kStagedStride + kTileBlockRows * 
 
 inline int64_t cut_for_tiles(Product& p, int64_t threads) {
   const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
+  if (p.rows == 0) return 0;
   int64_t count = blocks(p.rows, kTileBlockRows);
   const int64_t column_blocks = blocks(p.columns, kTileBlockColumns), most = blocks(p.rows, kTileRows32);
   while (count < most && count * column_blocks < threads) ++count;
