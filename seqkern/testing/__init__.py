@@ -6,9 +6,11 @@ The oracle is the reference in float64 on the same, already rounded, inputs. A r
 
 so that the bound scales with the problem and the dtype, and no tolerance is picked by hand. A few numbers can come
 through that sum unharmed by luck: the unit is never less than half a last place of the largest number. In float64 the
-oracle is rounded as much as the result, and both count: the bound is twice as wide. Where a case allows a gradient more
-than twice torch's error, it says why: `Case.factors`. Of few numbers torch's largest error is small by luck now and
-then: where a small case breaks a bound, up to 32 draws of its inputs are judged as one (`check_case`).
+oracle is rounded as much as the result, and both count: the bound is twice as wide. Gradients through attention's
+scores are differences, p (dp - delta), which can cancel, with one visible key to exactly 0: their unit is one
+rounding of the terms as well (`Case.terms`). No op, option or tensor has another factor. Of few numbers torch's
+largest error is small by luck now and then: where a small case breaks a bound, up to 32 draws of its inputs are
+judged as one (`check_case`).
 
 Example:
     >>> import torch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ class ErrorReport:
     passed: bool
     name: str = ""
 
+    @property
+    def share_of_bound(self) -> float:
+        """The error as a share of its bound: beyond 1 the rule is broken. Infinite for an error that is no number."""
+        if self.bound:
+            return self.error / self.bound if math.isfinite(self.error) else math.inf
+        return 0.0 if self.error == 0 else math.inf
+
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
         return (
@@ -36,7 +44,13 @@ class ErrorReport:
 
 
 def compare(
-    actual: Tensor, torch_result: Tensor, oracle: Tensor, *, factor: float = 2.0, name: str = ""
+    actual: Tensor,
+    torch_result: Tensor,
+    oracle: Tensor,
+    *,
+    factor: float = 2.0,
+    terms: Tensor | None = None,
+    name: str = "",
 ) -> ErrorReport:
     """Applies the error rule.
 
@@ -45,6 +59,8 @@ def compare(
         torch_result: torch's result in the same dtype, same shape.
         oracle: the float64 result, same shape. Where it is infinite or NaN, `actual` must be exactly that.
         factor: how many times torch's error is allowed.
+        terms: float64, any shape: where the result is a difference, what it is the difference of. The unit is then of
+            these too: a difference that cancels to nothing still has their rounding.
 
     Raises:
         ValueError: the shapes differ.
@@ -60,9 +76,7 @@ def compare(
     # Where torch itself is not finite, it sets no standard.
     theirs = torch.where(theirs[finite].isfinite(), theirs[finite], exact)
 
-    rounded = exact.to(dtype)
-    half_last_place = torch.finfo(dtype).eps / 2 * _max_abs(exact)
-    unit = max(_max_abs((rounded + 0.3 - 0.3).double() - rounded.double()), half_last_place)
+    unit = max(_unit(exact, dtype), 0.0 if terms is None else _unit(terms[terms.isfinite()], dtype))
     error, torch_error = _max_abs(wide - exact), _max_abs(theirs - exact)
     bound = (factor * torch_error + 2 * unit) * (2 if dtype == torch.float64 else 1)
     norm = exact.norm().item() or 1.0
@@ -76,6 +90,12 @@ def compare(
         passed=same_elsewhere and error <= bound,  # a NaN error fails
         name=name,
     )
+
+
+def _unit(exact: Tensor, dtype: torch.dtype) -> float:
+    rounded = exact.to(dtype)
+    half_last_place = torch.finfo(dtype).eps / 2 * _max_abs(exact)
+    return max(_max_abs((rounded + 0.3 - 0.3).double() - rounded.double()), half_last_place)
 
 
 def _max_abs(t: Tensor) -> float:
@@ -94,9 +114,8 @@ class Case:
     ours: Callable[..., Any]
     torch: Callable[..., Any]
     reference: Callable[..., Any]
-    factors: Mapping[str, float] = field(
-        default_factory=dict, hash=False
-    )  # by the tensor's name, where it is not `compare`'s
+    # The reference with each gradient that is a difference left at its first term: `compare` has both in the unit.
+    terms: Callable[..., Any] | None = None
     outputs: tuple[str, ...] | None = None  # their names, as in `run`
     differentiable: bool = True
 
@@ -161,14 +180,16 @@ def _draw(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[dict[
     ours = run(case.ours, rounded, **options)
     dtypes = [t.dtype for name, t in ours.items() if not name.startswith("grad ")]
     theirs = run(case.torch, rounded, dtypes, **options)
-    return ours, theirs, run(case.reference, {n: t.double().cpu() for n, t in rounded.items()}, dtypes, **options)
+    wide = {name: t.double().cpu() for name, t in rounded.items()}
+    results = [ours, theirs, run(case.reference, wide, dtypes, **options)]
+    return (*results, run(case.terms, wide, dtypes, **options)) if case.terms else tuple(results)
 
 
 def _judge(case: Case, draws: Sequence[tuple[dict[str, Tensor], ...]]) -> list[ErrorReport]:
     return [
         compare(
             *(torch.stack([draw[which][name] for draw in draws]) for which in range(3)),
-            factor=case.factors.get(name, 2.0),
+            terms=torch.stack([draw[3][name] for draw in draws]) if case.terms else None,
             name=name,
         )
         for name in draws[0][2]

@@ -1,0 +1,205 @@
+"""The error rule on random option sets: what share of the cases breaks it, and by how much.
+
+    python -m seqkern.testing.random_options 2000
+
+Every case is an op with options, sizes and a dtype drawn at random, and stands for itself alone: one number decides all
+of it. It is judged as every other case is (`check_case`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from seqkern.testing._checks import Case, ErrorReport, check_case
+from seqkern.testing.attention import attention_case
+from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
+from seqkern.testing.rnn import rnn_case, rnn_cell_case
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LENGTHS = (1, 2, 3, 7, 16, 31, 33, 64, 65, 97)
+
+
+@dataclass(frozen=True)
+class RandomCase:
+    """A case, and all that makes it."""
+
+    op: str
+    dtype: torch.dtype
+    options: dict[str, Any]
+    case: Case
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.op}({arguments}) in {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case: its reports, and the one that comes closest to its bound or is furthest beyond it."""
+
+    case: RandomCase
+    reports: list[ErrorReport]
+
+    @property
+    def worst(self) -> ErrorReport:
+        return max(self.reports, key=lambda report: (not report.passed, report.share_of_bound))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of all outcomes: the share of cases with a violation, and the largest error as a share of its bound."""
+
+    cases: int
+    tensors: int
+    violations: int
+    worst_share: float
+    worst: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.violations} of {self.cases} random option sets ({self.violations / max(1, self.cases):.2%}) break "
+            f"the error rule; of {self.tensors} outputs and gradients the worst reaches {self.worst_share:.2f} of its "
+            f"bound: {self.worst}"
+        )
+
+
+def random_case(number: int) -> RandomCase:
+    """The case that a number stands for, on every machine the same."""
+    rng = random.Random(number)
+    op, make = rng.choice(
+        [("attention", _attention)] * 5
+        + [("attention_varlen", _packed)] * 2
+        + [("layer_norm", _norm), ("add_layer_norm", _add_norm)]
+        + [("rnn", _rnn)] * 3
+        + [("rnn_cell", _cell)]
+    )
+    options, case = make(rng)
+    return RandomCase(op, rng.choice(DTYPES), options, case)
+
+
+def outcomes(count: int, first: int = 0) -> Iterator[Outcome]:
+    """Runs `count` cases from number `first` on, under the backend and the tier in force."""
+    for number in range(first, first + count):
+        case = random_case(number)
+        yield Outcome(case, check_case(case.case, case.dtype, seed=number))
+
+
+def summarise(found: list[Outcome]) -> Summary:
+    """What the report and the tests say of outcomes."""
+    worst = max(found, key=lambda outcome: (not outcome.worst.passed, outcome.worst.share_of_bound), default=None)
+    return Summary(
+        cases=len(found),
+        tensors=sum(len(outcome.reports) for outcome in found),
+        violations=sum(not outcome.worst.passed for outcome in found),
+        worst_share=worst.worst.share_of_bound if worst else 0.0,
+        worst=f"{worst.worst.name} of {worst.case}" if worst else "none",
+    )
+
+
+def _options(rng: random.Random, chance: float, **choices: Any) -> dict[str, Any]:
+    """Each option with that chance, its value drawn from its choices."""
+    return {name: rng.choice(values) for name, values in choices.items() if rng.random() < chance}
+
+
+def _score_options(rng: random.Random) -> dict[str, Any]:
+    sides = (None, 0, 1, 5, 40)
+    return _options(
+        rng,
+        0.3,
+        mask=("bool", "added"),
+        window=[(left, right) for left in sides for right in sides],
+        slopes=("shared", "own"),
+        softcap=(2.0, 30.0),
+        sinks=(True,),
+        dropout_p=(0.1, 0.5),
+        scale=(0.05, 0.5),
+        std=(4.0,),
+    ) | {"causal": rng.random() < 0.5, "causal_align": rng.choice(("lower_right", "upper_left"))}
+
+
+def _heads(rng: random.Random) -> dict[str, Any]:
+    kv_heads, groups = rng.choice((1, 2)), rng.choice((1, 1, 2, 3))
+    sizes = {"kv_heads": kv_heads, "heads": kv_heads * groups, "head_dim": rng.choice((1, 8, 17, 32, 64))}
+    return sizes | _options(rng, 0.2, value_dim=(1, 16, 40))
+
+
+def _attention(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    queries, keys, batch = rng.choice(LENGTHS), rng.choice(LENGTHS), rng.choice((1, 2))
+    options = {"queries": queries, "keys": keys, "batch": batch} | _heads(rng) | _score_options(rng)
+    if rng.random() < 0.3:
+        options["lengths"] = [rng.randint(0, keys) for _ in range(batch)]
+    return options, attention_case(**options)
+
+
+def _packed(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    packed = [(rng.choice((0, *LENGTHS)), rng.choice((0, *LENGTHS))) for _ in range(rng.randint(1, 4))]
+    packed.append((3, 5))  # a batch of empty sequences has nothing to compare
+    options = {"packed": packed} | _heads(rng) | _score_options(rng)
+    return options, attention_case(**options)
+
+
+def _norm(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    options: dict[str, Any] = {"rows": rng.choice(LENGTHS), "columns": rng.choice((*LENGTHS, 257, 768))}
+    options |= _options(rng, 0.3, mean=(1.0, 30.0), std=(0.01, 10.0)) | {"centred": rng.random() < 0.5}
+    return options, layer_norm_case(**options)
+
+
+def _add_norm(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    options: dict[str, Any] = {"rows": rng.choice(LENGTHS), "columns": rng.choice((*LENGTHS, 257, 768))}
+    options |= {"dropout_p": rng.choice((0.0, 0.1, 0.5)), "centred": rng.random() < 0.5}
+    return options, add_layer_norm_case(**options)
+
+
+def _rnn(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    cell, steps, batch = rng.choice(("lstm", "gru", "rnn_tanh", "rnn_relu")), rng.randint(1, 9), rng.randint(1, 9)
+    options: dict[str, Any] = {"cell": cell, "steps": steps, "batch": batch}
+    options |= {"inputs": rng.choice((1, 5, 17, 33)), "hidden": rng.choice((2, 7, 16, 33, 64))}
+    options |= _options(
+        rng,
+        0.3,
+        num_layers=(2,),
+        bidirectional=(True,),
+        bias=(False,),
+        norms=(True,),
+        recurrent_dropout=(0.2,),
+        zoneout=((0.1, 0.1), (0.3, 0.1)),
+        training=(False,),
+        resets=(True,),
+        recompute=(True,),
+    )
+    if cell == "rnn_relu" and not options.get("bias", True):
+        options.pop("norms", None)  # the case keeps off the bend by its biases
+        options["bias"] = True
+    if cell == "lstm":
+        options |= _options(rng, 0.3, projection=(1, 5), peepholes=(True,))
+    if options.get("projection") and options["projection"] >= options["hidden"]:
+        options["projection"] = options["hidden"] - 1
+    if rng.random() < 0.3:
+        options["lengths"] = [rng.randint(0, steps) for _ in range(batch)]
+    return options, rnn_case(**options)
+
+
+def _cell(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    options: dict[str, Any] = {"cell": rng.choice(("lstm", "gru", "rnn_tanh", "rnn_relu"))}
+    options |= {"batch": rng.choice(LENGTHS), "inputs": rng.choice((1, 5, 17, 33))}
+    options["hidden"] = rng.choice((1, 2, 7, 16, 65))
+    return options, rnn_cell_case(**options)
+
+
+def main(count: int) -> None:
+    found = []
+    for outcome in outcomes(count):
+        found.append(outcome)
+        if not outcome.worst.passed:
+            print(f"{outcome.case}:\n    {outcome.worst}", flush=True)
+    print(summarise(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
