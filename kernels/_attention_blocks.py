@@ -8,6 +8,9 @@ How scores are kept, UNITS, depends on the options, so that plain attention pays
     SCALED   z is the score with scale, softcap and ALiBi in it; log2(e) comes with the exponential
     NATURAL  the same plus an additive mask, and the maximum is kept as it is: masks hold the most negative finite
              number, which times log2(e) would be -inf, and a row of nothing else would no longer be uniform
+
+Query i sees i + low <= j <= i + high, where None is no limit. An option that may be None is an argument, never in a
+result: Triton 3.6 makes a tensor of every element of a tuple that a function returns, and fails with None.
 """
 
 import math
@@ -77,17 +80,6 @@ def result_rows(pointer, starts_ptr, head, h, H, N, columns):
         return pointer + head * N * columns, columns
     else:
         return pointer + h * columns, H * columns
-
-
-@triton.jit
-def band(diagonal, low, high, lower_right, nq, nk):
-    """The diagonal of a sequence, and the limits of what query i sees: i + low <= j <= i + high."""
-    shift = lower_right * (nk - nq)
-    if low is not None:
-        low += shift
-    if high is not None:
-        high += shift
-    return diagonal + shift, low, high
 
 
 @triton.jit

@@ -11,7 +11,7 @@ kernel, and again the bits are the same. The sink joins at the end for the same 
 import triton
 import triton.language as tl
 
-from ._attention_blocks import LN2, LOG2E, NATURAL, band, forward_blocks, power, sequence
+from ._attention_blocks import LN2, LOG2E, NATURAL, forward_blocks, power, sequence
 from ._attention_plans import SIZES, plan
 from ._common import Launch, aligned, head_rows, load_tile, scalar, store_tile
 
@@ -63,7 +63,10 @@ def _decode_kernel(
     b, _query_start, _nq, _key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    diagonal, low, high = band(diagonal, low, high, lower_right, queries, nk)
+    shift = lower_right * (nk - queries)
+    diagonal += shift
+    low = None if low is None else low + shift
+    high = None if high is None else high + shift
     first = chunk * CHUNK
     last = tl.minimum(nk, first + CHUNK)
     if low is not None:

@@ -8,7 +8,9 @@ import triton
 from ._attention_blocks import NATURAL, RAW, SCALED
 from ._common import TRITON_DTYPE, Launch, accumulator, dropout_scalars, unit_last
 
-# Integers that must not be compiled in: nothing is compiled again when only lengths change.
+# Integers that must not be compiled in: nothing is compiled again when only lengths change. Of the elements of tuples
+# (strides, and the sizes of a mask) Triton notes two things all the same: a 1 is a constant, and a multiple of 16 is
+# known as one. So a kernel compiles anew when a stride becomes 1, or begins or ceases to be a multiple of 16.
 SIZES = [
     "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries",
     "max_keys", "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides",

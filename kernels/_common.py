@@ -145,10 +145,16 @@ def load_tile(pointer, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
+def wide(value):
+    """A stride, an element of a tuple, in 64 bits. One of 1 is a Python number, without `.to`: see `SIZES`."""
+    return tl.full((), 0, tl.int64) + value
+
+
+@triton.jit
 def head_rows(pointer, strides, b, h, row, ALIGNED: tl.constexpr):
     """Where row `row` of head (b, h) begins, and the stride to the next row."""
-    stride = aligned(strides[2].to(tl.int64), ALIGNED)
-    return pointer + aligned(b * strides[0] + h * strides[1] + row * strides[2].to(tl.int64), ALIGNED), stride
+    stride = wide(strides[2])
+    return pointer + aligned(b * strides[0] + h * strides[1] + row * stride, ALIGNED), aligned(stride, ALIGNED)
 
 
 @triton.jit

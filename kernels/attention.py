@@ -59,7 +59,6 @@ from ._attention_blocks import (
     LN2,
     LOG2E,
     NATURAL,
-    band,
     biased,
     distance,
     forward_blocks,
@@ -117,7 +116,10 @@ def _forward_kernel(
     b, query_start, nq, key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
+    shift = lower_right * (nk - nq)
+    diagonal += shift
+    low = None if low is None else low + shift
+    high = None if high is None else high + shift
     keys = nk
     if query_starts_ptr is not None:
         keys = tl.where(query0 < nq, nk, 0)  # a tile beyond the sequence meets none
@@ -177,8 +179,8 @@ def _forward_kernel(
 
 @triton.jit
 def _grad_query_blocks(
-    grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_ptr, first, last, place, low, high,
-    numbers, slope, mask_ptr, mask_row, seed,
+    grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_ptr, first, last, place,
+    low, high, numbers, slope, mask_ptr, mask_row, seed,
     EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
 ):
@@ -211,7 +213,7 @@ def _grad_query_blocks(
         if seed is not None:
             grad_p = tl.where(keep_mask(seed, first_row + row, key0, threshold, BLOCK_K), grad_p * keep_scale, 0.0)
         grad_score = p * (grad_p - delta[:, None])
-        if grad_distance is not None:
+        if grad_distance_ptr is not None:
             grad_distance += tl.sum(grad_score * distance(i, j, diagonal, ACC), 1)
         if grad_mask_ptr is not None:
             at = grad_mask_ptr + key0 + (row[:, None] * max_keys + column[None, :])
@@ -244,7 +246,10 @@ def _grad_query_kernel(
     b, query_start, nq, key_start, _key_rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
+    shift = lower_right * (nk - nq)
+    diagonal += shift
+    low = None if low is None else low + shift
+    high = None if high is None else high + shift
     keys = nk
     if query_starts_ptr is not None:
         keys = tl.where(query0 < nq, nk, 0)
@@ -279,20 +284,20 @@ def _grad_query_kernel(
     numbers = (scale, scalar(softcap, ACC), scalar(keep_scale, ACC), threshold)
     query = load_tile(query_ptr, rows, D, q_stride, BLOCK_Q, BLOCK_D)
     grad_query = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
-    grad_distance = None if grad_distance_ptr is None else tl.zeros([BLOCK_Q], ACC)
+    grad_distance = tl.zeros([BLOCK_Q], ACC)  # unused, and no register, where there is no pointer
     if low is not None:
         grad_query, grad_distance = _grad_query_blocks(
-            grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_at, first, tl.minimum(full, last),
-            place, low, high, numbers, slope, mask_at, mask_row, seed,
+            grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_at, first,
+            tl.minimum(full, last), place, low, high, numbers, slope, mask_at, mask_row, seed,
             True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
         )
     grad_query, grad_distance = _grad_query_blocks(
-        grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_at, full, edge,
+        grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_at, full, edge,
         place, low, high, numbers, slope, mask_at, mask_row, seed,
         False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
     )
     grad_query, grad_distance = _grad_query_blocks(
-        grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_mask_at, edge, last,
+        grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_at, edge, last,
         place, low, high, numbers, slope, mask_at, mask_row, seed,
         True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
     )
@@ -389,7 +394,10 @@ def _grad_key_value_kernel(
     b, query_start, nq, key_start, rows, nk = sequence(
         s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
     )
-    diagonal, low, high = band(diagonal, low, high, lower_right, nq, nk)
+    shift = lower_right * (nk - nq)
+    diagonal += shift
+    low = None if low is None else low + shift
+    high = None if high is None else high + shift
     first, full, edge, last = query_range(key0, nq, nk, low, high, BLOCK_Q, BLOCK_K)
     at = key_start + key0
     key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, at, ALIGNED)
@@ -479,7 +487,10 @@ def _grad_mask_kernel(
         b, query_start, nq, key_start, _key_rows, nk = sequence(
             s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys
         )
-        diag, lowest, highest = band(diagonal, low, high, lower_right, nq, nk)
+        shift = lower_right * (nk - nq)
+        diag = diagonal + shift
+        lowest = None if low is None else low + shift
+        highest = None if high is None else high + shift
         first, _full, _edge, last = key_range(query0, nq, nk, lowest, highest, BLOCK_Q, BLOCK_K)
         if (query0 < nq) & (first <= key0) & (key0 < last):
             at = query_start + query0

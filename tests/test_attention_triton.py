@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import CASES, Case, as_type, build, formula, sample
+from torch import Tensor
 
 from seqkern.testing import poison
 
 
-def check(case: Case, seed: int = 0) -> None:
-    """One call forward and backward, against the formula."""
+def call(case: Case, seed: int = 0) -> tuple[dict[str, Any], Tensor, Tensor, Tensor, Tensor | None, Sequence[Tensor]]:
+    """One call forward and backward: (arguments, out, lse, grad_out, grad_lse, grads)."""
     kernels = importlib.import_module(case.kernels)
     arguments = build(case, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -34,7 +36,12 @@ def check(case: Case, seed: int = 0) -> None:
             grad_out, grad_lse, **backward | {"out": out, "lse": lse, "need_mask": case.need_mask,
                                               "need_slopes": case.need_slopes}
         )  # fmt: skip
+    return arguments, out, lse, grad_out, grad_lse, grads
 
+
+def check(case: Case, seed: int = 0) -> None:
+    """One call forward and backward, against the formula."""
+    arguments, out, lse, grad_out, grad_lse, grads = call(case, seed)
     exact = as_type(arguments, torch.float64)
     leaves = [exact[name].requires_grad_() for name in ("query", "key", "value")]
     if case.need_mask:
