@@ -45,10 +45,15 @@ def check(query: Tensor, value: Tensor) -> None:
 
 def tf32(query: Tensor) -> bool:
     """Whether products of float32 may be of tf32 numbers: torch's flag for its own matrix products."""
-    if query.dtype != torch.float32:
-        return False
-    if torch.compiler.is_compiling():
-        return torch._C._get_cublas_allow_tf32()  # the same, which the compiler knows and guards
+    return query.dtype == torch.float32 and _allow_tf32()
+
+
+@torch.compiler.assume_constant_result
+def _allow_tf32() -> bool:
+    """The compiler takes the answer for a constant: its guard on torch's global state has the flag in it.
+
+    It cannot trace the flag, and `torch._C._get_cublas_allow_tf32`, which it can, raises once `fp32_precision` was set.
+    """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

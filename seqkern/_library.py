@@ -271,6 +271,17 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 @functools.cache
+def _present(index: int) -> bool:
+    """Whether this process has that CUDA device."""
+    return index < torch.cuda.device_count()
+
+
+def _traced(tensor: torch.Tensor) -> bool:
+    """Whether fake kernels alone will run: while compiling, and for a FakeTensor on a GPU that is not here."""
+    return torch.compiler.is_compiling() or (tensor.device.type == "cuda" and not _present(tensor.device.index))
+
+
+@functools.cache
 def _runs_on(index: int) -> bool:
     """Whether this build has CUDA kernels for that device."""
     return torch.version.hip is None and any(_serves(arch, _capability(index)) for arch in cuda_archs())
@@ -311,11 +322,11 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
     if choice == "auto":
         if device != "cuda":
             choice = "cpu"
-        elif op not in CUDA_FUNCTIONS or torch.compiler.is_compiling():  # a graph holds the op, which chooses itself
+        elif op not in CUDA_FUNCTIONS or _traced(tensor):  # a graph holds the op, which chooses itself
             choice = "triton"
         else:
             choice = _automatic(FUNCTIONS[op], tensor.device.index)
-    if device == "cuda" and choice == "triton" and torch.compiler.is_compiling():
+    if device == "cuda" and choice == "triton" and _traced(tensor):
         return choice
     if choice == "cpu" and device in ("cpu", "meta"):
         return choice
@@ -349,13 +360,13 @@ def _check_cuda(op: str, tensor: torch.Tensor) -> None:
                 f"{op}: the cuda backend needs CUDA tensors, these are on the CPU (in tests they stand for a GPU's, in "
                 'the host executor that SEQKERN_SIMT names); use_backend("cpu") runs the C++ kernels'
             )
-    elif not torch.compiler.is_compiling() and not _runs_on(tensor.device.index):
+    elif not _traced(tensor) and not _runs_on(tensor.device.index):
         major, minor = _capability(tensor.device.index)
         raise NotImplementedError(
             f"{op}: this build has CUDA C++ kernels for {' '.join(cuda_archs()) or 'no GPU (there was no nvcc)'}, the "
             f'device is {major}.{minor}; use_backend("triton") runs there, or build with nvcc and SEQKERN_CUDA_ARCHS'
         )
-    if FUNCTIONS[op] == "rnn" and not has_triton():
+    if FUNCTIONS[op] == "rnn" and not has_triton() and not _traced(tensor):
         raise NotImplementedError(f"{op}: the products around its scan need the triton package, which is not installed")
 
 

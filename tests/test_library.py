@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 import seqkern
 from seqkern import _attention_cuda, _library
@@ -90,6 +91,7 @@ class OnGpu:
 def gpu(monkeypatch):
     """A machine whose one GPU is of compute capability 9.0, a build for it, and what "auto" measured there."""
     fastest = {}
+    monkeypatch.setattr(_library, "_present", lambda index: True)
     monkeypatch.setattr(_library, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(_library, "cuda_archs", lambda: ["80", "90a"])
     monkeypatch.setattr(_library, "has_triton", lambda: True)
@@ -189,6 +191,65 @@ def test_compiled_graphs_leave_the_choice_to_the_op(backend, monkeypatch):
         x = torch.empty(2, 8, device="cuda")
         torch.compile(lambda x: seqkern.layer_norm(x, (8,)), backend=keep, fullgraph=True)(x)
     assert "torch.ops.seqkern.layer_norm_fwd.default" in graphs[0]
+    torch._dynamo.reset()
+
+
+ON_CUDA = {
+    "layer_norm": lambda t: seqkern.layer_norm(t(4, 8), (8,), t(8), t(8)),
+    "add_rms_norm": lambda t: seqkern.add_rms_norm(t(4, 8), t(4, 8), (8,), t(8), dropout_p=0.5, seed=3),
+    "scaled_dot_product_attention": lambda t: seqkern.scaled_dot_product_attention(*(t(1, 2, 5, 8) for _ in range(3))),
+    "attention": lambda t: seqkern.attention(*(t(1, 2, 5, 8) for _ in range(3)), causal=True, return_lse=True),
+    "attention_decode": lambda t: seqkern.attention_decode(
+        t(2, 2, 1, 8), t(2, 2, 7, 8), t(2, 2, 7, 8), t(2, dtype=torch.int64)
+    ),
+    "lstm": lambda t: seqkern.lstm(t(3, 2, 4), None, [t(20, 4), t(20, 5), t(20), t(20)], zoneout=0.1, seed=4),
+    "gru_cell": lambda t: seqkern.gru_cell(t(3, 4), t(3, 5), t(15, 4), t(15, 5), t(15), t(15)),
+}
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["triton", "no triton"])
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [
+        (op, backend)
+        for op in ON_CUDA
+        for backend in ("auto", "triton", "cuda")
+        if (op, backend) != ("gru_cell", "cuda")
+    ],
+)
+def test_fake_tensors_of_a_gpu_that_is_not_here(op, backend, installed, monkeypatch):
+    """They go to the fake kernels, whatever is installed: a graph for a GPU can be made on another machine."""
+    monkeypatch.setattr(_library, "_present", lambda index: False)
+    monkeypatch.setattr(_library, "_has_triton", installed)
+
+    def call(device):
+        return pytree.tree_leaves(ON_CUDA[op](lambda *shape, **of: torch.empty(*shape, device=device, **of)))
+
+    with FakeTensorMode(), torch.no_grad():
+        with seqkern.use_backend(backend):
+            found = call("cuda")
+        expected = call("cpu")
+    assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in expected]
+    assert all(t.is_cuda for t in found)
+
+
+@pytest.fixture
+def flag():
+    """torch's flag for products of float32, put back."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield matmul
+    matmul.fp32_precision = before
+
+
+def test_the_compiler_knows_the_flag_for_tf32(flag):
+    """Set by `fp32_precision` alone, after which torch refuses to be asked by the older name."""
+    torch._dynamo.reset()
+    found = torch.compile(lambda x: x * (2 if _attention_cuda.tf32(x) else 3), backend="eager", fullgraph=True)
+    for precision, factor in (("ieee", 3), ("tf32", 2), ("ieee", 3), ("tf32", 2), ("none", 3)):
+        flag.fp32_precision = precision
+        assert found(torch.ones(())) == factor
+        assert found(torch.ones((), dtype=torch.float16)) == 3
     torch._dynamo.reset()
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqkern
-from seqkern import reference
+from seqkern import _library, reference
+from seqkern.ops._rnn_checks import numbers_on, prepare_lengths, prepare_seed
 from seqkern.ops.rnn import CELLS, GATES
 from seqkern.testing import check_case, poison, rnn_case
 
@@ -540,3 +543,71 @@ def test_every_output_is_written_and_threads_do_not_matter(cell, isa, dtype):
     assert all(t.isfinite().all() for t in results[0])
     assert equal(results[0], results[1])
     assert equal(results[0], results[2])
+
+
+class Recorded(TorchDispatchMode):
+    """A GPU as a CUDA graph sees it: copies from memory of the host are refused, what is filled is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.filled = None, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        on_host = [isinstance(t, torch.Tensor) and not t.is_cuda for t in args]
+        assert not (any(on_host) and isinstance(result, torch.Tensor) and result.is_cuda), function
+        if function is torch.ops.aten.slice.Tensor:
+            self.part = range(*args[2:])
+        elif function is torch.ops.aten.fill_.Scalar:
+            self.filled |= dict.fromkeys(self.part, args[1])
+        elif function is torch.ops.aten.full.default:
+            self.filled = args[1]
+        return result
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """CUDA tensors without data, while their stream is captured."""
+    monkeypatch.setattr(_library, "_present", lambda index: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield torch.empty(7, 5, 3, device="cuda")
+
+
+@pytest.mark.parametrize("lengths", [[7, 7, 0, 2, 2], (1,) * 5, range(5), torch.tensor([3, 2, 2, 1, 1])], ids=repr)
+def test_lengths_while_a_graph_is_captured(capturing, lengths):
+    numbers = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    with Recorded() as recorded:
+        found = prepare_lengths("lstm", lengths, capturing, 7, 5)
+    assert [recorded.filled[b] for b in range(5)] == numbers
+    assert (found.dtype, found.shape, found.device.type) == (torch.int64, (5,), "cuda")
+
+
+@pytest.mark.parametrize("seed", [0, -(2**63), 2**63 - 1])
+def test_seed_while_a_graph_is_captured(capturing, seed):
+    with Recorded() as recorded:
+        found = prepare_seed("lstm", seed, capturing)
+    assert recorded.filled == seed
+    assert (found.dtype, found.shape, found.device.type) == (torch.int64, (), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[7, 7, 0, 2, 2], torch.tensor([3, 2, 2, 1, 1])], ids=repr)
+def test_gpu_graph_holds_lengths_and_seed(lengths):
+    weights, _ = network("lstm", device="cuda")
+    x = torch.randn(7, 5, 4, device="cuda")
+
+    def call():
+        return seqkern.lstm(x, None, weights, lengths=lengths, zoneout=0.3, training=True, seed=2**40 + 7)[0]
+
+    expected = call()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call()
+    numbers_on(x.device, [9, 9, 9, 9, 9])  # what is pinned next may be where the lengths were
+    found.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqkern import _library
 from seqkern.ops._autograd import FLOATING, readable
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
@@ -286,7 +288,7 @@ def prepare_lengths(op: str, lengths: Any, input: Tensor, steps: int, batch: int
             raise TypeError(f"{op}: lengths must be whole numbers, got {lengths!r}")
         if any(isinstance(n, int) and not 0 <= n <= most for n in lengths):
             raise ValueError(f"{op}: lengths must be between 0 and {steps}, the steps, got {lengths!r}")
-        lengths = torch.tensor(lengths, dtype=torch.int64, device=input.device)
+        lengths = numbers_on(input.device, lengths)
     if not isinstance(lengths, Tensor):
         raise TypeError(f"{op}: lengths must be a tensor or a sequence of numbers, got {type(lengths).__name__}")
     if lengths.dtype not in (torch.int32, torch.int64):
@@ -301,7 +303,27 @@ def prepare_lengths(op: str, lengths: Any, input: Tensor, steps: int, batch: int
                 raise ValueError(
                     f"{op}: lengths must be between 0 and {steps}, the steps, got {length} for sequence {b}"
                 )
+        if input.is_cuda:
+            return numbers_on(input.device, lengths.tolist())
     return lengths.to(input.device, torch.int64)
+
+
+def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """(len(numbers),) int64 on a device, where a GPU waits for nothing.
+
+    From pinned memory, which is not another's before the copy is done. A CUDA graph would read it again at every
+    replay, so while one is captured the numbers are its kernels' arguments: a fill for each run of equal ones.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling() or not _library._present(device.index):
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    if not torch.cuda.is_current_stream_capturing():
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    tensor, first = torch.empty(len(numbers), dtype=torch.int64, device=device), 0
+    for number, run in itertools.groupby(numbers):
+        count = len(list(run))
+        tensor.narrow(0, first, count).fill_(number)
+        first += count
+    return tensor
 
 
 def prepare_resets(op: str, resets: Any, input: Tensor, steps: int, batch: int, batch_first: bool) -> Tensor:
@@ -323,9 +345,11 @@ def prepare_seed(op: str, seed: Any, input: Tensor) -> Tensor | None:
             raise TypeError(f"{op}: seed must be int64, got {seed.dtype}")
         if seed.numel() != 1:
             raise ValueError(f"{op}: seed must have one element, got shape {tuple(seed.shape)}")
-        return seed.reshape(()).to(input.device)
+        if not (input.is_cuda and readable(seed)):
+            return seed.reshape(()).to(input.device)
+        seed = int(seed)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"{op}: seed must be a whole number, a tensor or None, got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{op}: seed must fit 64 bits, got {seed}")
-    return torch.tensor(seed, device=input.device)
+    return torch.full((), seed, dtype=torch.int64, device=input.device)  # a fill, which a CUDA graph can hold
