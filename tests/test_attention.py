@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from error_rule_cases import ATTENTION_SHAPES as SHAPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,34 +46,6 @@ def equal(left, right):
 
 
 # ---- accuracy -----------------------------------------------------------------------------------------------------
-
-SHAPES = {
-    "one of all": {"queries": 1, "heads": 1, "head_dim": 1, "causal": False},
-    "lengths 3, 1": {"queries": 3, "keys": 1, "batch": 8, "head_dim": 3, "value_dim": 5, "causal": False},
-    "63 x 65": {"queries": 63, "keys": 65, "batch": 2, "head_dim": 17, "value_dim": 33},
-    "65 x 63, upper left": {"queries": 65, "keys": 63, "head_dim": 40, "causal_align": "upper_left"},
-    "127 x 257": {"queries": 127, "keys": 257, "head_dim": 64, "value_dim": 32},
-    "127 x 257, upper left": {"queries": 127, "keys": 257, "head_dim": 16, "causal_align": "upper_left"},
-    "257 x 127, unseen rows": {"queries": 257, "keys": 127, "head_dim": 24, "value_dim": 7},
-    "257 x 530, upper left": {"queries": 257, "keys": 530, "heads": 1, "causal_align": "upper_left"},
-    "257, all": {"queries": 257, "causal": False, "head_dim": 48},
-    "one query, lower right": {"queries": 1, "keys": 200, "batch": 8, "heads": 4, "kv_heads": 1},
-    "grouped heads": {"queries": 131, "keys": 150, "batch": 2, "heads": 6, "kv_heads": 2, "head_dim": 20},
-    "head dimension 128": {"queries": 70, "keys": 90, "head_dim": 128},
-    "head dimension 256, values 65": {"queries": 65, "heads": 1, "head_dim": 256, "value_dim": 65},
-    "head dimension 96, values 100": {"queries": 150, "keys": 173, "head_dim": 96, "value_dim": 100},
-    "few rows of odd dimensions": {
-        "queries": 2,
-        "keys": 150,
-        "heads": 6,
-        "kv_heads": 2,
-        "head_dim": 45,
-        "value_dim": 33,
-    },
-    # Decoding takes them 8, 4, 3, 2 or 1 at a time.
-    "7 rows a key head": {"queries": 1, "keys": 530, "heads": 14, "kv_heads": 2, "value_dim": 70},
-    "16 rows a key head": {"queries": 1, "keys": 150, "batch": 2, "heads": 16, "kv_heads": 1, "head_dim": 80},
-}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -552,12 +525,6 @@ def test_cost_counts_visible_scores():
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 def test_backends_agree(backend, dtype, passes):
     passes(verify("attention", dtype, backend=backend))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_gpu_error_rule(shape, dtype, passes):
-    passes(check_case(attention_case(**shape), dtype, device="cuda"))
 
 
 Q = torch.randn(2, 4, 5, 8)

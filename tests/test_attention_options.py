@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from error_rule_cases import ATTENTION_OPTIONS as CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,46 +62,6 @@ def all_options(queries=150, keys=130, batch=3, heads=4, dtype=torch.float32):
 
 # ---- accuracy -----------------------------------------------------------------------------------------------------
 
-EVERYTHING = {
-    "mask": "added", "window": (70, None), "slopes": "own", "softcap": 4.0, "sinks": True, "dropout_p": 0.1,
-}  # fmt: skip
-CASES = {
-    "bool mask": {"mask": "bool", "keys": 100},
-    "bool mask of keys, for all": {"mask": "bool", "mask_shape": (130,), "batch": 2, "causal": False},
-    "added mask": {"mask": "added", "keys": 65},
-    "added mask of keys": {"mask": "added", "mask_shape": (2, 1, 1, 130), "batch": 2, "causal": False},
-    "added mask of queries": {"mask": "added", "mask_shape": (1, 2, 130, 1), "batch": 2, "causal": False},
-    "added mask for all heads, many keys": {"mask": "added", "mask_shape": (130, 600), "keys": 600},
-    "lengths": {"lengths": [5, 0, 130], "batch": 3, "keys": 130, "causal": False},
-    "lengths, causal": {"lengths": [63, 100], "batch": 2, "queries": 70, "keys": 100},
-    "window": {"window": (20, None), "keys": 200},
-    "window of one": {"window": (0, 0), "causal": False},
-    "window, both sides, upper left": {"window": (30, 7), "causal": False, "keys": 300, "causal_align": "upper_left"},
-    "window over many blocks": {"window": (40, None), "queries": 600, "heads": 1},
-    "wide window over many blocks": {"window": (200, 9), "causal": False, "queries": 530, "keys": 610, "heads": 1},
-    "slopes, shared": {"slopes": "shared", "batch": 2, "heads": 4, "kv_heads": 2, "queries": 70},
-    "slopes, own": {"slopes": "own", "batch": 2, "causal": False, "queries": 70, "keys": 40},
-    "softcap": {"softcap": 3.0, "std": 3.0},
-    "sinks": {"sinks": True, "heads": 4, "kv_heads": 2, "keys": 64},
-    "dropout": {"dropout_p": 0.3, "batch": 2, "keys": 65},
-    "everything": {
-        "batch": 2, "heads": 4, "kv_heads": 2, "queries": 100, "keys": 130, "lengths": [100, 130], "head_dim": 33,
-        "value_dim": 20, **EVERYTHING,
-    },
-    "one query, everything": {
-        "batch": 3, "heads": 8, "kv_heads": 1, "queries": 1, "keys": 300, "lengths": [1, 150, 300], "head_dim": 40,
-        **EVERYTHING, "causal": False,
-    },
-    # A key head's few rows go over the keys in chunks of 512: 12 rows, and 4.
-    "few queries, chunks of keys": {
-        "batch": 3, "heads": 8, "kv_heads": 2, "queries": 3, "keys": 1300, "lengths": [1300, 1024, 600], "sinks": True,
-        "slopes": "own", "dropout_p": 0.1,
-    },
-    "few queries, window over chunks of keys": {
-        "heads": 4, "kv_heads": 2, "queries": 2, "keys": 1300, "window": (600, 0),
-    },
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_error_rule(case, dtype, isa, passes):
@@ -123,12 +84,6 @@ def test_lengths(queries, keys, options, passes):
     # Of a single key torch's weights and its gradients of scores are exact: float32 has no error to compare with.
     dtype = torch.bfloat16 if options or keys == 1 else torch.float32
     passes(check_case(attention_case(queries, keys, heads=1, **options), dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gpu_error_rule(case, dtype, passes):
-    passes(check_case(attention_case(**({"queries": 130, "head_dim": 32} | case)), dtype, device="cuda"))
 
 
 @st.composite

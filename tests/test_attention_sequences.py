@@ -8,6 +8,8 @@ import math
 
 import pytest
 import torch
+from error_rule_cases import PACKED_LENGTHS as LENGTHS
+from error_rule_cases import PACKED_OPTIONS as CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,21 +53,6 @@ def gradients(function, inputs, **tensors):
 
 # ---- packed sequences: accuracy -----------------------------------------------------------------------------------
 
-LENGTHS = [(3, 5), (0, 4), (70, 70), (4, 0), (66, 140), (1, 1), (20, 150)]
-CASES = {
-    "causal": {},
-    "all, upper left": {"causal": False, "causal_align": "upper_left", "value_dim": 40},
-    "upper left": {"causal_align": "upper_left", "heads": 4, "kv_heads": 2},
-    "window": {"window": (20, 9), "causal": False},
-    "added mask": {"mask": "added", "mask_shape": (7, 1, 70, 150)},
-    "added mask for all": {"mask": "added", "heads": 4},
-    "bool mask": {"mask": "bool", "mask_shape": (2, 70, 1)},
-    "everything": {
-        "heads": 4, "kv_heads": 2, "mask": "added", "mask_shape": (7, 1, 70, 150), "window": (90, None),
-        "slopes": "own", "softcap": 2.0, "sinks": True, "dropout_p": 0.1,
-    },
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_error_rule(case, dtype, passes):
@@ -75,12 +62,6 @@ def test_error_rule(case, dtype, passes):
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_error_rule_in_every_tier(name, dtype, isa, passes):
     passes(check_case(attention_case(packed=LENGTHS, **({"head_dim": 17} | CASES[name])), dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gpu_error_rule(case, dtype, passes):
-    passes(check_case(attention_case(packed=LENGTHS, **({"head_dim": 32} | case)), dtype, device="cuda"))
 
 
 @given(

@@ -604,18 +604,6 @@ def test_backends_agree(op, backend, dtype, passes):
     passes(verify(op, dtype, backend=backend))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-@pytest.mark.parametrize("columns", [1, 63, 768, 1024, 5120, 16384])
-def test_gpu_error_rule(columns, backend, dtype, passes):
-    for centred in (True, False):
-        cases = [layer_norm_case(130, columns, centred=centred)]
-        cases += [add_layer_norm_case(130, columns, centred=centred, dropout_p=p) for p in (0.0, 0.3)]
-        for case in cases:
-            with seqkern.use_backend(backend):
-                passes(check_case(case, dtype, device="cuda"))
-
-
 X = torch.randn(4, 8)
 
 

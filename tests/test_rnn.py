@@ -604,20 +604,6 @@ def test_backends_agree(cell, kind, backend, dtype, passes):
     passes(verify(cell + kind, dtype, backend=backend))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (65, 33, 7, 129), (65, 8, 64, 256)], ids=str)
-def test_gpu_error_rule(cell, shape, backend, dtype, passes):
-    with seqkern.use_backend(backend):
-        passes(check_case(rnn_case(cell, *shape), dtype, device="cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 1, 64), (33, 7, 129), (8, 64, 256)], ids=str)
-def test_gpu_error_rule_of_cells(cell, shape, dtype, passes):
-    passes(check_case(rnn_cell_case(cell, *shape), dtype, device="cuda"))
-
-
 def test_cost_counts_the_products():
     forward = cost(128, 32, 256, 256, torch.float32)
     assert forward.flops == 2 * 128 * 32 * 1024 * 512
