@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import LayerNorm  # by name: users may put seqkern's modules in the place of torch.nn's
 from torch.nn.utils.rnn import PackedSequence
 
 from seqkern.ops._rnn_checks import check_pair, check_probability, check_state, check_zoneout
@@ -47,7 +48,7 @@ class _Recurrent(torch.nn.RNNBase):
             if layer_norm:
                 for side in self._sides():
                     size = self.hidden_size if side == "c" else weight.shape[0]
-                    self.add_module(f"layer_norm_{side}_{suffix}", torch.nn.LayerNorm(size, **factory))
+                    self.add_module(f"layer_norm_{side}_{suffix}", LayerNorm(size, **factory))
             if peephole:
                 parameter = torch.nn.Parameter(torch.empty(3, self.hidden_size, **factory))
                 torch.nn.init.uniform_(parameter, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
@@ -72,7 +73,7 @@ class _Recurrent(torch.nn.RNNBase):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         for module in self.children():
-            if isinstance(module, torch.nn.LayerNorm):
+            if isinstance(module, LayerNorm):
                 module.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -220,10 +221,9 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         peephole: bool = False,
         recompute: bool = False,
     ) -> None:
-        torch.nn.LSTM.__init__(
-            self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device,
-            dtype,
-        )  # fmt: skip
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device, dtype
+        )
         self._set_options(layer_norm, recurrent_dropout, zoneout, peephole, recompute)
 
     def forward(
@@ -276,10 +276,9 @@ class GRU(_Recurrent, torch.nn.GRU):
         zoneout: float = 0.0,
         recompute: bool = False,
     ) -> None:
-        torch.nn.GRU.__init__(
-            self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device,
-            dtype=dtype,
-        )  # fmt: skip
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device, dtype=dtype
+        )
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
 
 
@@ -320,8 +319,8 @@ class RNN(_Recurrent, torch.nn.RNN):
         zoneout: float = 0.0,
         recompute: bool = False,
     ) -> None:
-        torch.nn.RNN.__init__(
-            self, input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
+        super().__init__(
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
             device=device, dtype=dtype,
         )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
