@@ -124,7 +124,7 @@ def describe_machine() -> list[tuple[str, str]]:
         ("processor", _processor_name()),
         ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
         ("autograd nodes of norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
-        ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none: built without nvcc"),
+        ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none in this build"),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
         ("backend", _library._backend),
         ("torch", torch.__version__),
