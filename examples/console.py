@@ -75,10 +75,11 @@ def machine_table(rows: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def kernels_table(choices: Sequence[dict[str, str]]) -> Table:
-    table = Table("op", "kernel", "why", title="Which kernel runs")
+def kernels_table(choices: Sequence[dict[str, Any]]) -> Table:
+    """A row for all ops that run the same kernel for the same reason."""
+    table = Table("ops", "kernel", "why", title="Which kernel runs")
     for choice in choices:
-        table.add_row(choice["op"], choice["kernel"], choice["reason"])
+        table.add_row(", ".join(choice["ops"]), choice["kernel"], choice["reason"])
     return table
 
 

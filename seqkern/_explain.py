@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,14 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""
     reason = f"{asked or 'CPU tensors run the C++ kernels'}; {tier}; accumulates in {accumulate}{note}"
     return Choice(op, backend, f"C++ {isa}", reason)
+
+
+def by_reason(choices: Iterable[Choice]) -> list[tuple[list[str], str, str]]:
+    """The same choices as (ops, kernel, reason): ops with the same kernel for the same reason are told together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        groups.setdefault((choice.kernel, choice.reason), []).append(choice.op)
+    return [(ops, *key) for key, ops in groups.items()]
 
 
 def _scan(op: str, tensors: tuple[torch.Tensor, ...]) -> tuple[bool, str]:

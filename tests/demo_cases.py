@@ -72,7 +72,10 @@ def synthetic_results() -> dict[str, Any]:
     }  # fmt: skip
     return {
         "created": "2030-01-01", "version": "0", "quick": False, "seconds": 1.0,
-        "machine": [("processor", "any")], "kernels": [{"op": "attention", "kernel": "C++", "reason": "it is"}],
+        "machine": [("processor", "any")], "kernels": [
+            {"ops": ["attention", "lstm"], "kernel": "C++", "reason": "it is"},
+            {"ops": ["gru"], "kernel": "Triton", "reason": "it was asked for"},
+        ],
         "verification": verified(),
         "mean_sweep": [
             {"mean": 1e2, "std": 1.0, "errors": {"output": [1e-7, 3e-2]}, "passed": True},
