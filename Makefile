@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
+BUILD := $(PY) setup.py -q build_ext --inplace
 # processes that share the tests, of one thread each
 WORKERS ?= 2
 
@@ -14,7 +15,10 @@ CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
 .PHONY: demo test test-slow bench gpu lint format build wheel clean
 
-demo: build
+# The demo needs kernels for the GPUs that are here, if any; test, bench and wheel build them all. What the user sets wins.
+demo: export SEQKERN_CUDA_ARCHS ?= present
+demo:
+	$(MAKE) --no-print-directory build
 	$(PY) -m examples.demo
 
 test: build
@@ -26,15 +30,17 @@ test-slow: build
 bench: build
 	$(PY) -m benchmarks
 
-# torch and the build tools first: the package is built without isolation, against the torch that will run it.
+# torch and the build tools first: the package is built without isolation, against the torch that will run it. Built
+# here before pip, which would hide the compiler's progress and then finds everything compiled.
 $(VENV)/.stamp: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch numpy setuptools wheel ninja
+	$(BUILD)
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint,triton]'
 	touch $@
 
 build: $(VENV)/.stamp
-	$(PY) setup.py -q build_ext --inplace
+	$(BUILD)
 
 wheel: build
 	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .

@@ -38,7 +38,8 @@ COMMON_FLAGS = [
     "-Wno-psabi", "-Wno-unused-function",
 ]  # fmt: skip
 X86_TIERS = {
-    "generic": [],
+    # The tier of processors from before 2013, for which -O3 would take twice as long to compile.
+    "generic": ["-O2"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # gcc 12 warns about its own avx512 intrinsics header.
     "avx512": [
@@ -98,6 +99,7 @@ class NinjaBuildExt(build_ext):
             path.write_text(text)
         import ninja
 
+        # ninja counts [k/n] on the terminal that this process writes to; in a log it prints a line for each file.
         command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(build_dir), "-f", path.name]
         if jobs := os.environ.get("MAX_JOBS"):
             command += ["-j", jobs]
@@ -109,8 +111,13 @@ class NinjaBuildExt(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         *package, name = fullname.split(".")
         if name == NODE.rpartition(".")[2]:
-            return str(Path(*package, f"{name}-{torch_version()}-{sys.implementation.cache_tag}.so"))
+            return str(Path(*package, f"{name}-{node_tag()}.so"))
         return super().get_ext_filename(fullname)
+
+
+def node_tag() -> str:
+    """What the autograd nodes in C++ are for."""
+    return f"{torch_version()}-{sys.implementation.cache_tag}"
 
 
 def torch_version() -> str:
@@ -153,22 +160,35 @@ class Cuda:
 def find_cuda() -> Cuda | None:
     """nvcc and the targets that SEQKERN_CUDA_ARCHS asks for, or None where there is no nvcc or "none" is asked for.
 
-    Says so once. A name that is none, or a target that this nvcc does not know, ends the build.
+    Says so once. A name that is none, or a target that this nvcc does not know, ends the build; so does "native" on a
+    machine without a GPU. "present" takes what there is: the targets of the GPUs that are here, or none.
     """
     asked = os.environ.get("SEQKERN_CUDA_ARCHS", "").replace(",", ";").strip()
     wanted = [name.strip() for name in asked.split(";") if name.strip()]
-    if native := wanted == ["native"]:
+    required = bool(wanted) and wanted != ["present"]  # what cannot be built ends the build
+    native = wanted == ["native"]
+    if wanted == ["present"]:
+        wanted = present_archs()
+        if not wanted:
+            print(
+                "seqkern: nvidia-smi names no GPU: no CUDA C++ kernels in this build (they come with make test, make "
+                "wheel, or another SEQKERN_CUDA_ARCHS than present)",
+                file=sys.stderr,
+            )
+            return None
+    elif native:
         wanted = native_archs()
     if unknown := [name for name in wanted if name not in CUDA_TARGETS and wanted != ["none"]]:
         raise SystemExit(
-            f"seqkern: SEQKERN_CUDA_ARCHS must be native, none, or some of {';'.join(CUDA_TARGETS)}, got {unknown[0]!r}"
+            f"seqkern: SEQKERN_CUDA_ARCHS must be native, present, none, or some of {';'.join(CUDA_TARGETS)}, "
+            f"got {unknown[0]!r}"
         )
     if wanted == ["none"]:
         print("seqkern: SEQKERN_CUDA_ARCHS is none: no CUDA kernels in this build", file=sys.stderr)
         return None
     nvcc = find_nvcc()
     if nvcc is None:
-        if wanted and not native:
+        if required and not native:
             raise SystemExit(f"seqkern: SEQKERN_CUDA_ARCHS is {asked!r}, but there is no nvcc: set NVCC or CUDA_HOME")
         print(
             "seqkern: no nvcc (NVCC, CUDA_HOME, PATH, /usr/local/cuda): no CUDA C++ kernels in this build; "
@@ -180,14 +200,16 @@ def find_cuda() -> Cuda | None:
     known = answer(path, "--list-gpu-arch").split()
     archs = [a for a in CUDA_TARGETS if f"compute_{re.sub('[^0-9]', '', a)}" in known and (not wanted or a in wanted)]
     missing = [name for name in wanted or CUDA_TARGETS if name not in archs]
-    if missing and (wanted or not archs):
+    if missing and (required or not (archs or wanted)):
         raise SystemExit(f"seqkern: {path} of CUDA {version[0]}.{version[1]} cannot compile for {missing[0]}")
     if missing:
         print(f"seqkern: {path} does not know {', '.join(missing)}: not in this build", file=sys.stderr)
+    if not archs:
+        return None
     library = static_runtime(path)
     if library is None:
         message = f"seqkern: {path} comes without libcudart_static.a"
-        if wanted or os.environ.get("NVCC"):
+        if required or os.environ.get("NVCC"):
             raise SystemExit(message)
         print(f"{message}: no CUDA C++ kernels in this build", file=sys.stderr)
         return None
@@ -202,11 +224,17 @@ def static_runtime(nvcc: Path) -> Path | None:
 
 
 def native_archs() -> list[str]:
-    """What the GPUs of this machine run, as nvidia-smi names them."""
-    answers = answer(Path("nvidia-smi"), "--query-gpu=compute_cap", "--format=csv,noheader").split()
-    found = {capability.replace(".", "") for capability in answers}
+    """The targets of this machine's GPUs, of which there has to be one."""
+    found = present_archs()
     if not found:
         raise SystemExit("seqkern: SEQKERN_CUDA_ARCHS is native, but nvidia-smi names no GPU")
+    return found
+
+
+def present_archs() -> list[str]:
+    """The targets of this machine's GPUs, as nvidia-smi names them; none where it names none or is not there."""
+    answers = answer(Path("nvidia-smi"), "--query-gpu=compute_cap", "--format=csv,noheader").split()
+    found = {answer.replace(".", "") for answer in answers if re.fullmatch(r"\d+\.\d", answer)}
     generations = {"8": "80", "12": "120"}
     return [f"{c}a" if f"{c}a" in CUDA_TARGETS else generations.get(c[:-1], "ptx90") for c in sorted(found)]
 
@@ -313,13 +341,18 @@ def node_ninja_file(output: Path, torch_dir: Path) -> str:
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = -std=gnu++20 -O2 -fPIC -fvisibility=hidden {os.environ.get('CXXFLAGS', '')}".rstrip(),
         f"includes = -I{word(CSRC)} -I{word(CSRC / 'common')} {' '.join(f'-isystem {word(h)}' for h in headers)}",
-        "rule library",
-        "  command = $cxx -shared $flags $includes -MMD -MF $out.d $in -o $out "
-        f"-L{word(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
+        # An object of its own, for this torch and this Python: each output (in place, in a wheel) is only a link.
+        "rule compile",
+        "  command = $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = C++ $out",
-        f"build {quote(output)}: library {quote(NODE_SOURCE)}",
+        "rule link",
+        f"  command = $cxx -shared $in -o $out -L{word(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
+        "  description = link $out",
+        f"build {(name := f'{NODE_SOURCE.stem}-{node_tag()}.o')}: compile {quote(NODE_SOURCE)}",
+        f"build {quote(output)}: link {name}",
+        f"default {quote(output)}",
         "",
     ]
     return "\n".join(lines)

@@ -18,6 +18,11 @@ console = Console()
 if not console.is_terminal:
     console = Console(width=120)
 
+LIBRARIES = ("torch", "seqkern")
+
+# In a table of every op and every kernel: this kernel does not have the op in the dtype.
+NO_KERNEL = "no kernel"
+
 # advance(note) after each step of a progress bar.
 Advance = Callable[[str], None]
 
@@ -70,43 +75,59 @@ def machine_table(rows: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def kernels_table(choices: Sequence[dict[str, str]]) -> Table:
-    table = Table("op", "kernel", "why", title="Which kernel runs")
+def kernels_table(choices: Sequence[dict[str, Any]]) -> Table:
+    """A row for all ops that run the same kernel for the same reason."""
+    table = Table("ops", "kernel", "why", title="Which kernel runs")
     for choice in choices:
-        table.add_row(choice["op"], choice["kernel"], choice["reason"])
+        table.add_row(", ".join(choice["ops"]), choice["kernel"], choice["reason"])
     return table
+
+
+def by_kernel(
+    rows: Sequence[dict[str, Any]],
+) -> tuple[list[str], list[tuple[str, str, list[dict[str, Any] | None]]]]:
+    """The kernels, and for each (op, dtype) its row of every kernel, in that order; None where there is none.
+
+    Not every kernel has every op in every dtype: those of bfloat16 have nothing else.
+    """
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    cells = {(row["op"], row["dtype"], row["kernel"]): row for row in rows}
+    lines = dict.fromkeys((row["op"], row["dtype"]) for row in rows)
+    return kernels, [(op, dtype, [cells.get((op, dtype, kernel)) for kernel in kernels]) for op, dtype in lines]
 
 
 def verification_table(rows: Sequence[dict[str, Any]]) -> Table:
     """One column for each kernel: seqkern's error, then torch's, of the tensor that comes closest to its bound."""
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    kernels, lines = by_kernel(rows)
     title = "Largest error against float64, of outputs and gradients: seqkern's, torch's"
     table = Table("op", "dtype", *kernels, title=title)
-    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
-        group = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
-        cells = (
-            f"[{'green' if row['passed'] else 'red'}]{row['worst']['error']:.1e}[/], {row['worst']['torch_error']:.1e} "
-            + f"[dim]{row['worst']['name']}[/]"
-            + ("" if row["passed"] else " [red]FAILED")
-            for row in group
-        )
-        table.add_row(op, dtype, *cells)
+    for op, dtype, cells in lines:
+        table.add_row(op, dtype, *map(_error_cell, cells))
     table.caption = "bound: twice torch's error plus two units of the dtype; " + (
         "every case keeps it" if all(row["passed"] for row in rows) else "FAILED where red"
     )
     return table
 
 
+def _error_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return f"[dim]{NO_KERNEL}"
+    color, failed = ("green", "") if row["passed"] else ("red", " [red]FAILED")
+    worst = row["worst"]
+    return f"[{color}]{worst['error']:.1e}[/], {worst['torch_error']:.1e} [dim]{worst['name']}[/]{failed}"
+
+
 def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Layer norm where the mean outgrows the spread: seqkern's relative L2 error, then torch's."""
-    names = list(rows[0]["errors"])
+    names = list(dict.fromkeys(name for row in rows for name in row["errors"]))
     table = Table("mean", "std", *names, title="Layer norm in float32, relative error (L2): seqkern's, torch's")
     for row in rows:
-        ours = "green" if row["passed"] else "red"
-        cells = (
-            f"[{ours}]{a:.1e}[/], " + (f"[red]{b:.1e}[/]" if b > 1e-5 else f"{b:.1e}")
-            for a, b in row["errors"].values()
-        )
+        color = "green" if row["passed"] else "red"
+        cells = []
+        for name in names:
+            ours, theirs = row["errors"].get(name, (None, None))
+            lost = "red" if theirs is not None and theirs > 1e-5 else "default"
+            cells.append(f"[{color}]{optional(ours, '.1e')}[/], [{lost}]{optional(theirs, '.1e')}[/]")
         table.add_row(f"{row['mean']:g}", f"{row['std']:g}", *cells)
     table.caption = "red: more than half of float32's digits lost"
     return table
@@ -174,9 +195,9 @@ def _exponents(result: dict[str, Any], name: str, direction: str) -> str:
 def recurrent_table(result: dict[str, Any]) -> Table:
     """Time of a step and share of GEMM, torch's and seqkern's."""
     title = f"Recurrent layers of width {result['width']}, batch {result['batch']}, {result['steps']} steps, float32"
-    table = Table("layer", "work", "torch, a step", "seqkern, a step", "times faster", title=title)
+    table = Table("layer", "work", *(f"{name}, a step" for name in LIBRARIES), "times faster", title=title)
     for row in result["rows"]:
-        cells = (f"{seconds(t)}, {percent(row['share_of_gemm'][name])}" for name, t in row["step_seconds"].items())
+        cells = (f"{seconds(row['step_seconds'][n])}, {percent(row['share_of_gemm'][n])}" for n in LIBRARIES)
         table.add_row(row["layer"], row["work"], *cells, f"{row['speed_ratio']:.2f}")
     table.caption = "share: of the speed of a matrix product"
     return table

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"--text: {error}", style="red", highlight=False, soft_wrap=True)
         return 2
 
-    machine, kernels = _explain.describe_machine(), [asdict(seqkern.explain(op)) for op in _library.FUNCTIONS]
+    machine, choices = _explain.describe_machine(), _explain.by_reason(map(seqkern.explain, _library.FUNCTIONS))
+    kernels = [{"ops": ops, "kernel": kernel, "reason": reason} for ops, kernel, reason in choices]
     console.print(machine_table(machine), kernels_table(kernels))
     if (share := processor_share()) < 0.8:
         console.print(

@@ -1,11 +1,12 @@
 """`python -m seqkern`: what this machine is, and for every op which kernel runs and why, on the CPU and on a GPU."""
 
 import argparse
+import textwrap
 
 import torch
 
 import seqkern
-from seqkern._explain import describe_machine, explain
+from seqkern._explain import Choice, by_reason, describe_machine, explain
 from seqkern._library import FUNCTIONS
 
 
@@ -18,18 +19,27 @@ def main() -> None:
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        float32 = {op: _choice(op, torch.float32, device) for op in FUNCTIONS}
-        print(f"\n{device} tensors, float32:", *float32.values(), sep="\n")
-        bfloat16 = {op: _choice(op, torch.bfloat16, device) for op in FUNCTIONS}
-        if others := [choice for op, choice in bfloat16.items() if choice != float32[op]]:
-            print(f"\n{device} tensors, bfloat16, where another kernel runs:", *others, sep="\n")
+        float32 = [_choice(op, torch.float32, device) for op in FUNCTIONS]
+        print(f"\n{device} tensors, float32:")
+        _print_groups(float32)
+        bfloat16 = [_choice(op, torch.bfloat16, device) for op in FUNCTIONS]
+        if others := [choice for choice in bfloat16 if choice not in float32]:
+            print(f"\n{device} tensors, bfloat16, where another kernel runs:")
+            _print_groups(others)
 
 
-def _choice(op: str, dtype: torch.dtype, device: str) -> str:
+def _choice(op: str, dtype: torch.dtype, device: str) -> Choice:
     try:
-        return str(explain(op, torch.empty((1, 1, 1, 64), dtype=dtype, device=device)))
+        return explain(op, torch.empty((1, 1, 1, 64), dtype=dtype, device=device))
     except NotImplementedError as error:  # the backend that SEQKERN_BACKEND asks for does not run there
-        return str(error)
+        return Choice(op, "none", "none", str(error).removeprefix(f"{op}: "))
+
+
+def _print_groups(choices: list[Choice]) -> None:
+    """A kernel, why it runs, and the ops that run it for that reason."""
+    for ops, kernel, reason in by_reason(choices):
+        print(f"  {kernel}: {reason}")
+        print(textwrap.fill(", ".join(ops), 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
 if __name__ == "__main__":

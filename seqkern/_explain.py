@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +96,14 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     return Choice(op, backend, f"C++ {isa}", reason)
 
 
+def by_reason(choices: Iterable[Choice]) -> list[tuple[list[str], str, str]]:
+    """The same choices as (ops, kernel, reason): ops with the same kernel for the same reason are told together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        groups.setdefault((choice.kernel, choice.reason), []).append(choice.op)
+    return [(ops, *key) for key, ops in groups.items()]
+
+
 def _scan(op: str, tensors: tuple[torch.Tensor, ...]) -> tuple[bool, str]:
     """Whether CUDA C++ walks over a recurrent layer's steps in one launch, forward or backward, and by which tier."""
     if tensors and tensors[0].dtype == torch.float64:
@@ -124,7 +133,7 @@ def describe_machine() -> list[tuple[str, str]]:
         ("processor", _processor_name()),
         ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
         ("autograd nodes of norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
-        ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none: built without nvcc"),
+        ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none in this build"),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
         ("backend", _library._backend),
         ("torch", torch.__version__),

@@ -363,7 +363,7 @@ def _check_cuda(op: str, tensor: torch.Tensor) -> None:
     elif not _traced(tensor) and not _runs_on(tensor.device.index):
         major, minor = _capability(tensor.device.index)
         raise NotImplementedError(
-            f"{op}: this build has CUDA C++ kernels for {' '.join(cuda_archs()) or 'no GPU (there was no nvcc)'}, the "
+            f"{op}: this build has CUDA C++ kernels for {' '.join(cuda_archs()) or 'no GPU'}, the "
             f'device is {major}.{minor}; use_backend("triton") runs there, or build with nvcc and SEQKERN_CUDA_ARCHS'
         )
     if FUNCTIONS[op] == "rnn" and not has_triton() and not _traced(tensor):

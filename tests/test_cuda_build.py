@@ -248,7 +248,7 @@ def test_fewer_gpus_on_request(setup, nvcc, monkeypatch, asked, archs):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("91", "SEQKERN_CUDA_ARCHS must be native, none, or some of 80;90a;100a;120;ptx90, got '91'"),
+        ("91", "SEQKERN_CUDA_ARCHS must be native, present, none, or some of 80;90a;100a;120;ptx90, got '91'"),
         ("90a;none", "got 'none'"),
         ("120", "of CUDA 12.4 cannot compile for 120"),
     ],
@@ -305,6 +305,32 @@ def test_native_is_what_this_machine_runs(setup, nvcc, monkeypatch):
     program.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(SystemExit, match="nvidia-smi names no GPU"):
         setup.native_archs()
+
+
+def test_present_is_what_there_is_or_nothing(setup, nvcc, monkeypatch, capsys):
+    """What `make demo` compiles for: a machine without a GPU, or without nvidia-smi, builds no CUDA kernels."""
+    monkeypatch.setenv("NVCC", str(nvcc))
+    monkeypatch.setenv("SEQKERN_CUDA_ARCHS", "present")
+    program = nvcc.parent / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(nvcc.parent))
+    for answers in (None, "exit 9", "echo No devices were found"):
+        if answers is not None:
+            program.write_text(f"#!/bin/sh\n{answers}\n")
+            program.chmod(0o755)
+        assert setup.find_cuda() is None
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "nvidia-smi names no GPU: no CUDA C++ kernels in this build" in line
+    program.write_text("#!/bin/sh\necho 9.0\n")
+    assert setup.find_cuda().archs == ["90a"]
+    program.write_text("#!/bin/sh\necho 12.0\n")  # a GPU that this nvcc does not know: nothing was asked for by name
+    assert setup.find_cuda() is None
+    assert "does not know 120: not in this build" in capsys.readouterr().err
+    monkeypatch.setenv("SEQKERN_CUDA_ARCHS", "native")
+    with pytest.raises(SystemExit, match="cannot compile for 120"):
+        setup.find_cuda()
+    program.write_text("#!/bin/sh\nexit 9\n")
+    with pytest.raises(SystemExit, match="is native, but nvidia-smi names no GPU"):
+        setup.find_cuda()
 
 
 @needs_cuda

@@ -1,8 +1,7 @@
-"""The examples' own logic: fits, memory measurement, data and loss, the checks, the report, and the whole job."""
+"""The examples' own logic: fits, memory measurement, data and loss, the checks, and the whole job."""
 
 from __future__ import annotations
 
-import html.parser
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from demo_cases import RATES, run_record, synthetic_points
 from torch.nn import functional as F
 
 from examples import (
@@ -21,10 +21,8 @@ from examples import (
     demo,
     language_model,
     memory,
-    plots,
     quadratic_cost,
     recurrent_cost,
-    report,
     text,
     training,
     verification,
@@ -167,22 +165,6 @@ def test_share_of_gemm_is_the_needed_operations_over_the_rate() -> None:
     assert quadratic_cost.share_of_gemm(point, {}) is None
 
 
-def synthetic_points() -> list[Point]:
-    """Attention quadratic, LSTM and the window linear; only the materialised version needs N x N memory."""
-    points = []
-    for length in (1024, 2048, 4096, 8192):
-        for name in IMPLEMENTATIONS:
-            for direction in DIRECTIONS:
-                linear = "LSTM" in name or name == quadratic_cost.WINDOWED
-                seconds = 1e-6 * length if linear else 5e-10 * length**2
-                peak = 12 * length**2 if name == "materialised" else 1024 * length
-                points.append(Point(name, direction, length, seconds, seconds, seconds, 3, peak))
-    return points
-
-
-RATES = {"float32": 1e12, "bfloat16": 4e12}
-
-
 def test_analysis_of_known_points() -> None:
     result = quadratic_cost.analyse(synthetic_points(), RATES)
     fits = {(e["implementation"], e["direction"]): e for e in result["exponents"]}
@@ -244,23 +226,6 @@ def test_window_check_wants_linear_beside_quadratic_time(window: float, full: fl
     assert check["passed"] == passed
     assert quadratic_cost.window_check([p for p in points if p.length < 8192]) is None
     assert quadratic_cost.window_check([p for p in points if p.implementation == "seqkern"]) is None
-
-
-def test_tables_say_everything_of_every_length() -> None:
-    result = quadratic_cost.analyse(synthetic_points(), RATES)
-    for direction, passes in quadratic_cost.PASSES.items():
-        for table in (console.cost_table(result, direction), console.variants_table(result, direction)):
-            assert table.row_count == 5  # four lengths and the exponents
-            assert f"{direction}: time" in str(table.title)
-            assert passes in str(table.title)
-            assert {cell for column in table.columns for cell in column.cells}.isdisjoint({"-", None})
-    columns = {str(column.header): list(column.cells) for column in table.columns}
-    assert list(columns) == ["N", *quadratic_cost.VARIANTS]
-    flops = quadratic_cost.needed_flops(quadratic_cost.WINDOWED, 8192, "backward")
-    assert columns["seqkern window"][3] == f"8.19 ms, 8.4 MB, {flops / 8.192e-3 / 1e12:.0%}"
-    assert columns["seqkern window"][4] == "1.00, -"
-    assert columns["seqkern"][3].endswith("%")
-    assert columns["seqkern"][4] == ""
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -387,10 +352,6 @@ def test_training_lowers_the_loss_and_both_versions_agree() -> None:
     json.dumps(result)
 
 
-def run_record(losses: list[float], held_out: float) -> dict[str, Any]:
-    return {"losses": losses, "held_out": [(len(losses), held_out)]}
-
-
 @pytest.mark.parametrize(
     ("losses", "held_out", "verdicts"),
     [
@@ -408,7 +369,7 @@ def test_losses_that_drift_apart_fail_the_check(losses: list[float], held_out: f
     assert [check["passed"] for check in training.checks(result)] == [True, *verdicts]
 
 
-# ---- verification, report, the whole job ----------------------------------------------------------------------------
+# ---- verification, the whole job ------------------------------------------------------------------------------------
 
 
 def test_a_failed_verification_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,111 +401,6 @@ def test_a_failed_check_of_the_cost_fails_the_job(name: str) -> None:
     cost[name]["passed"] = False
     verdicts = [check["passed"] for check in demo.all_checks([], sweep, cost, [])]
     assert verdicts == [True, True, name != "memory_check", name != "window_check"]
-
-
-def synthetic_results() -> dict[str, Any]:
-    reports = [
-        {"name": "output", "error": 1e-7, "torch_error": 2e-7, "unit": 1e-8, "bound": 4e-7, "relative_l2": 1e-7,
-         "torch_relative_l2": 2e-7, "passed": True, "share_of_bound": 0.25}
-    ]  # fmt: skip
-    case = {"op": "attention", "dtype": "float32", "passed": True, "worst": reports[0], "tensors": reports}
-    losses = [6.0 - 0.01 * step for step in range(120)]
-    run = run_record(losses, 2.5) | {"seconds": 1.0, "bytes_per_second": 1e4, "peak_bytes": None}
-    trained = {
-        "model": "transformer", "parameters": 1000, "recipe": vars(training.Recipe(120, 1e-3)), "same_start": True,
-        "runs": {"torch": run, "seqkern": run}, "speed_ratio": 1.0, "agreement": training.agreement(run, run),
-        "sample": {"prompt": "<script>", "continuation": "alert & end"},
-    }  # fmt: skip
-    return {
-        "created": "2030-01-01", "version": "0", "quick": False, "seconds": 1.0,
-        "machine": [("processor", "any")], "kernels": [{"op": "attention", "kernel": "C++", "reason": "it is"}],
-        "verification": [case | {"kernel": kernel} for kernel in ("C++ generic", "C++ avx2")],
-        "mean_sweep": [{"mean": 1e4, "std": 0.01, "errors": {"output": [1e-7, 3e-2]}, "passed": True}],
-        "cost": quadratic_cost.analyse(
-            [*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)], RATES
-        ),
-        "recurrent": {"batch": 16, "steps": 64, "width": 256, "rows": [
-            {"layer": "GRU", "work": "training", "step_seconds": {"torch": 2e-4, "seqkern": 5e-5}, "speed_ratio": 4.0,
-             "share_of_gemm": {"torch": 0.2, "seqkern": 0.8}}
-        ]},
-        "text": {"source": "test", "train": 10, "held_out": 1,
-                 "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
-        "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final_steps": 50, "final": 0.02},
-        "checks": [{"name": "a check", "found": "fine", "passed": True}],
-    }  # fmt: skip
-
-
-class References(html.parser.HTMLParser):
-    """Everything that a page would fetch, its tags, and for every table the columns of each row."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.tags: list[str] = []
-        self.tables: list[list[int]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append(0)
-        elif tag in ("td", "th"):
-            self.tables[-1][-1] += int(dict(attrs).get("colspan") or 1)
-
-
-def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
-    page = report.write(synthetic_results(), tmp_path)
-    source = page.read_text()
-    references = References(source)
-    assert references.tags.count("img") == 3
-    assert all(found.startswith(("data:", "#")) for found in references.found)
-    assert "script" not in references.tags  # the sample is escaped
-    assert all(len(set(columns)) == 1 for columns in references.tables)
-    assert "url(" not in source
-    assert "@import" not in source
-    assert "All 1 checks passed" in source
-    # At N = 16384 there is one point alone: "seqkern" forward, which stands in both tables.
-    assert source.count("not run") == 2 * 2 * 5 - 2
-    assert (
-        "1,000 billion operations per second in float32 and 4,000 billion operations per second in bfloat16." in source
-    )
-    assert "out of memory" in source
-    assert "50 us" in source
-    assert "80%" in source
-    figures = {f"{name}.{kind}" for name in ("cost", "variants", "loss_transformer") for kind in ("png", "svg")}
-    names = {"index.html", "results.json", *figures}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    # The page can be drawn again from the JSON alone.
-    again = report.write(json.loads((tmp_path / "results.json").read_text()), tmp_path / "again")
-    assert again.read_text() == source
-
-
-def test_figures_draw_every_implementation() -> None:
-    result = quadratic_cost.analyse(synthetic_points(), RATES)
-    cost, variants = plots.cost_figure(result), plots.variants_figure(result)
-    assert (len(cost.axes), len(variants.axes)) == (4, 6)
-    for figure, names in ((cost, quadratic_cost.COMPARED), (variants, quadratic_cost.VARIANTS)):
-        for ax in figure.axes:
-            assert {str(label).split(",")[0] for label in ax.get_legend_handles_labels()[1]} == set(names)
-    titles = [ax.get_title("left") for ax in variants.axes]
-    assert titles[:2] == ["Time, forward", "Time, backward"]
-    assert titles[2:4] == ["Peak extra memory, forward", "Peak extra memory, forward+backward"]
-    assert titles[4:] == ["Share of GEMM, forward", "Share of GEMM, backward"]
-    drawn = {str(line.get_label()): line.get_ydata()[-1] for line in variants.axes[5].get_lines()}
-    point = next(p for p in result["points"] if (p["implementation"], p["length"]) == ("seqkern bfloat16", 8192))
-    assert drawn["seqkern bfloat16"] == pytest.approx(2.5 * 100 * point["share_of_gemm"])
-    assert variants.axes[5].get_yscale() == "linear"
-
-
-def test_report_shows_a_failed_check(tmp_path: Path) -> None:
-    results = synthetic_results()
-    results["checks"].append({"name": "another", "found": "wrong", "passed": False})
-    source = report.write(results, tmp_path).read_text()
-    assert "1 of 2 checks failed" in source
-    assert "checks passed" not in source
 
 
 def test_progress_in_a_log_is_a_few_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import seqkern
-from seqkern import _attention_cuda, _library
+from seqkern import _attention_cuda, _explain, _library
 from seqkern.testing import compare, poison, verify
 
 ROOT = Path(__file__).parent.parent
@@ -320,7 +320,7 @@ def test_the_executor_is_a_library():
 def test_benchmarks_run_every_backend_of_a_gpu(file, backends):
     program = f"""
 import pytest, sys, torch
-from seqkern import _attention_cuda, _library
+from seqkern import _attention_cuda, _explain, _library
 _library.has_triton = lambda: True
 _library._runs_on = lambda index: True
 _library._capability = lambda index: (9, 0)
@@ -395,17 +395,33 @@ def test_explain_tells_of_a_copy():
     assert "copied" in str(seqkern.explain("layer_norm", torch.randn(4, 8).t()))
 
 
+def test_choices_for_the_same_reason_are_told_together():
+    choices = [_explain.Choice(op, "cpu", kernel, reason) for op, kernel, reason in
+               (("a", "C++", "x"), ("b", "C++", "y"), ("c", "C++", "x"), ("d", "Triton", "x"))]  # fmt: skip
+    assert _explain.by_reason(choices) == [(["a", "c"], "C++", "x"), (["b"], "C++", "y"), (["d"], "Triton", "x")]
+
+
 def test_command_line_names_every_op():
     output = subprocess.run(
         [sys.executable, "-m", "seqkern"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    for op in _library.FUNCTIONS:
-        assert re.search(rf"^{op}: ", output, re.MULTILINE)
-    own = re.findall(
-        r"^cpu tensors, bfloat16, where another kernel runs:\n((?:\w+: C\+\+ \w+ .*\n)+)", output, re.MULTILINE
-    )
-    found = re.findall(r"^(\w+): ", "".join(own), re.MULTILINE)
-    assert found == (list(_library.BF16_FUNCTIONS) if _library.cpu_isa() in _library.BF16_ISAS else [])
+    float32, _, bfloat16 = output.partition("cpu tensors, bfloat16, where another kernel runs:\n")
+
+    def groups(section: str) -> list[tuple[str, list[str]]]:
+        found = re.findall(r"^  (\S.*)\n((?: {6}.*\n)+)", section, re.MULTILINE)
+        return [(reason, ops.replace("\n", " ").replace(" ", "").split(",")) for reason, ops in found]
+
+    # Every op once, and every reason once.
+    assert sorted(op for _, ops in groups(float32) for op in ops) == sorted(_library.FUNCTIONS)
+    for section in (float32, bfloat16):
+        reasons = [reason for reason, _ in groups(section)]
+        assert len(set(reasons)) == len(reasons)
+    for reason, ops in groups(float32):
+        for op in ops:
+            choice = seqkern.explain(op)
+            assert reason == f"{choice.kernel}: {choice.reason}"
+    own = [op for _, ops in groups(bfloat16) for op in ops]
+    assert own == (list(_library.BF16_FUNCTIONS) if _library.cpu_isa() in _library.BF16_ISAS else [])
     assert torch.__version__ in output
     assert re.search(rf"^seqkern +{re.escape(seqkern.__version__)}$", output, re.MULTILINE)
 

@@ -1,0 +1,97 @@
+"""Results as the demo would have them, made up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from examples import quadratic_cost, training
+from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
+
+
+def synthetic_points() -> list[Point]:
+    """Attention quadratic, LSTM and the window linear; only the materialised version needs N x N memory."""
+    points = []
+    for length in (1024, 2048, 4096, 8192):
+        for name in IMPLEMENTATIONS:
+            for direction in DIRECTIONS:
+                linear = "LSTM" in name or name == quadratic_cost.WINDOWED
+                seconds = 1e-6 * length if linear else 5e-10 * length**2
+                peak = 12 * length**2 if name == "materialised" else 1024 * length
+                points.append(Point(name, direction, length, seconds, seconds, seconds, 3, peak))
+    return points
+
+
+RATES = {"float32": 1e12, "bfloat16": 4e12}
+
+
+def run_record(losses: list[float], held_out: float) -> dict[str, Any]:
+    return {"losses": losses, "held_out": [(len(losses), held_out)]}
+
+
+def distinct() -> Iterator[float]:
+    """Numbers that all differ in their first two digits or their power of ten."""
+    for power in itertools.count():
+        yield from (digits * 10.0 ** -(9 + power) for digits in range(10, 100))
+
+
+def verified() -> list[dict[str, Any]]:
+    """Every op in every dtype, with kernels that only some of them have, one op that lacks a dtype, and one failure."""
+    numbers, rows = distinct(), []
+    for op, dtype in itertools.product(("attention", "layer_norm", "lstm"), ("float32", "bfloat16", "float16")):
+        kernels = ["C++ generic", "C++ avx2"]
+        if dtype == "bfloat16" and op != "layer_norm":
+            kernels += ["C++ avx512bf16", "C++ amx"]
+        kernels += ["Triton"] if op != "lstm" else []
+        if (op, dtype) == ("lstm", "float16"):
+            continue
+        for kernel in kernels:
+            failed = (op, dtype, kernel) == ("layer_norm", "bfloat16", "Triton")
+            tensors = [
+                {"name": name, "error": next(numbers), "torch_error": next(numbers), "unit": 1e-8, "bound": 4e-7,
+                 "relative_l2": next(numbers), "torch_relative_l2": next(numbers), "passed": not failed,
+                 "share_of_bound": 0.25}
+                for name in ("output", f"gradient of {op}")
+            ]  # fmt: skip
+            rows.append(
+                {"op": op, "dtype": dtype, "kernel": kernel, "passed": not failed, "worst": tensors[1],
+                 "tensors": tensors}
+            )  # fmt: skip
+    return rows
+
+
+def synthetic_results() -> dict[str, Any]:
+    losses = [6.0 - 0.01 * step for step in range(120)]
+    run = run_record(losses, 2.5) | {"seconds": 1.0, "bytes_per_second": 1e4, "peak_bytes": None}
+    other = run_record(losses, 2.6) | {"seconds": 2.0, "bytes_per_second": 5e3, "peak_bytes": 7_000_000}
+    trained = {
+        "model": "transformer", "parameters": 1000, "recipe": vars(training.Recipe(120, 1e-3)), "same_start": True,
+        "runs": {"torch": run, "seqkern": other}, "speed_ratio": 1.0, "agreement": training.agreement(run, run),
+        "sample": {"prompt": "<script>", "continuation": "alert & end"},
+    }  # fmt: skip
+    return {
+        "created": "2030-01-01", "version": "0", "quick": False, "seconds": 1.0,
+        "machine": [("processor", "any")], "kernels": [
+            {"ops": ["attention", "lstm"], "kernel": "C++", "reason": "it is"},
+            {"ops": ["gru"], "kernel": "Triton", "reason": "it was asked for"},
+        ],
+        "verification": verified(),
+        "mean_sweep": [
+            {"mean": 1e2, "std": 1.0, "errors": {"output": [1e-7, 3e-2]}, "passed": True},
+            {"mean": 1e4, "std": 0.01, "errors": {"dx": [2e-7, 4e-2], "output": [3e-7, 5e-6]}, "passed": True},
+        ],
+        "cost": quadratic_cost.analyse(
+            [*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)], RATES
+        ),
+        "recurrent": {"batch": 16, "steps": 64, "width": 256, "rows": [
+            {"layer": "GRU", "work": "training", "step_seconds": {"torch": 2e-4, "seqkern": 5e-5}, "speed_ratio": 4.0,
+             "share_of_gemm": {"torch": 0.2, "seqkern": 0.8}},
+            {"layer": "LSTM", "work": "training", "step_seconds": {"seqkern": 6e-5, "torch": 3e-4}, "speed_ratio": 5.0,
+             "share_of_gemm": {"seqkern": 0.7, "torch": 0.1}},
+        ]},
+        "text": {"source": "test", "train": 10, "held_out": 1,
+                 "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
+        "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final_steps": 50, "final": 0.02},
+        "checks": [{"name": "a check", "found": "fine", "passed": True}],
+    }  # fmt: skip

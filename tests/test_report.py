@@ -1,0 +1,182 @@
+"""What the demo shows: every cell of every table beside the data it stands for, and the figures."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_cases import RATES, synthetic_points, synthetic_results
+from rich.table import Table
+from rich.text import Text
+
+from examples import console, plots, quadratic_cost, report, verification
+
+FIGURES = dict.fromkeys(("cost", "variants", "transformer"), "data:,")
+
+
+class Page(html.parser.HTMLParser):
+    """Everything that a page would fetch, its tags, and the cells of its tables; one that spans two columns is there
+    twice."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.cell: str | None = None
+        self.span = 1
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.cell, self.span = "", int(dict(attrs).get("colspan") or 1)
+
+    def handle_data(self, data: str) -> None:
+        if self.cell is not None:
+            self.cell += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th") and self.cell is not None:
+            self.tables[-1][-1] += [" ".join(self.cell.split())] * self.span
+            self.cell = None
+
+
+def rendered(table: Table) -> list[list[str]]:
+    """The cells of a table that goes to the terminal, its header first."""
+    columns = [
+        [str(column.header), *(Text.from_markup(str(c)).plain for c in column.cells)] for column in table.columns
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def expected_errors(rows: list[dict[str, Any]], kernels: list[str]) -> list[list[str]]:
+    """What the table of errors has to say in every cell, looked up in the data by op, dtype and kernel."""
+    lines = []
+    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
+        line = [op, dtype]
+        for kernel in kernels:
+            found = [row for row in rows if (row["op"], row["dtype"], row["kernel"]) == (op, dtype, kernel)]
+            worst = found[0]["worst"] if found else {}
+            cell = f"{worst['error']:.1e}, {worst['torch_error']:.1e}" if found else "no kernel"
+            line.append(cell + ("" if not found else f" {worst['name']}"))
+        lines.append(line)
+    return lines
+
+
+KERNELS = ["C++ generic", "C++ avx2", "Triton", "C++ avx512bf16", "C++ amx"]
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_every_error_stands_under_its_op_dtype_and_kernel(seed: int | None) -> None:
+    results = synthetic_results()
+    rows = results["verification"]
+    if seed is not None:
+        random.Random(seed).shuffle(rows)
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    assert sorted(kernels) == sorted(KERNELS)
+    errors = next(t for t in Page(report.render(results, FIGURES)).tables if t[0][:2] == ["op", "format"])
+    assert errors[0] == ["op", "format", *kernels]
+    shown = [[cell.replace(" FAILED", "") for cell in line] for line in errors[1:]]
+    assert shown == expected_errors(rows, kernels)
+    # Nothing is left out: every error once, one of them failed, and the rest of the cells say that there is none.
+    assert sum("e-" in cell for line in shown for cell in line) == len(rows)
+    assert sum(cell == "no kernel" for line in shown for cell in line) == len(shown) * len(kernels) - len(rows) > 0
+    assert sum("FAILED" in cell for line in errors for cell in line) == 1
+    printed = rendered(console.verification_table(rows))
+    assert [[cell.replace(" FAILED", "") for cell in line] for line in printed[1:]] == shown
+    assert sum("FAILED" in cell for line in printed for cell in line) == 1
+
+
+def test_a_machine_with_a_tier_for_bfloat16_alone_has_it_in_bfloat16_alone() -> None:
+    """The table of the cases that this very machine runs."""
+    kernels = dict.fromkeys(kernel for _, _, kernel, _ in verification.cases())
+    report = {"name": "output", "error": 0.0, "torch_error": 0.0}
+    rows = [
+        {"op": op, "dtype": str(dtype), "kernel": kernel, "passed": True, "worst": report}
+        for op, dtype, kernel, _ in verification.cases()
+    ]
+    printed = rendered(console.verification_table(rows))
+    assert printed[0] == ["op", "dtype", *kernels]
+    for op, dtype, *cells in printed[1:]:
+        own = {name for o, d, name, _ in verification.cases() if (o, str(d)) == (op, dtype)}
+        assert {name for name, cell in zip(kernels, cells, strict=True) if cell != "no kernel"} == own
+
+
+def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
+    page = report.write(synthetic_results(), tmp_path)
+    source = page.read_text()
+    references = Page(source)
+    assert references.tags.count("img") == 3
+    assert all(found.startswith(("data:", "#")) for found in references.found)
+    assert "script" not in references.tags  # the sample is escaped
+    assert all(len(set(map(len, rows))) == 1 for rows in references.tables)
+    assert "url(" not in source
+    assert "@import" not in source
+    assert "All 1 checks passed" in source
+    # At N = 16384 there is one point alone: "seqkern" forward, which stands in both tables.
+    # One row of the sweep lacks a tensor.
+    assert source.count("not run") == 2 * 2 * 5 - 2 + 1
+    assert (
+        "1,000 billion operations per second in float32 and 4,000 billion operations per second in bfloat16." in source
+    )
+    assert "out of memory" in source
+    assert "50 us" in source
+    assert "80%" in source
+    figures = {f"{name}.{kind}" for name in ("cost", "variants", "loss_transformer") for kind in ("png", "svg")}
+    names = {"index.html", "results.json", *figures}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    # The page can be drawn again from the JSON alone.
+    again = report.write(json.loads((tmp_path / "results.json").read_text()), tmp_path / "again")
+    assert again.read_text() == source
+
+
+def test_figures_draw_every_implementation() -> None:
+    result = quadratic_cost.analyse(synthetic_points(), RATES)
+    cost, variants = plots.cost_figure(result), plots.variants_figure(result)
+    assert (len(cost.axes), len(variants.axes)) == (4, 6)
+    for figure, names in ((cost, quadratic_cost.COMPARED), (variants, quadratic_cost.VARIANTS)):
+        for ax in figure.axes:
+            assert {str(label).split(",")[0] for label in ax.get_legend_handles_labels()[1]} == set(names)
+    titles = [ax.get_title("left") for ax in variants.axes]
+    assert titles[:2] == ["Time, forward", "Time, backward"]
+    assert titles[2:4] == ["Peak extra memory, forward", "Peak extra memory, forward+backward"]
+    assert titles[4:] == ["Share of GEMM, forward", "Share of GEMM, backward"]
+    drawn = {str(line.get_label()): line.get_ydata()[-1] for line in variants.axes[5].get_lines()}
+    point = next(p for p in result["points"] if (p["implementation"], p["length"]) == ("seqkern bfloat16", 8192))
+    assert drawn["seqkern bfloat16"] == pytest.approx(2.5 * 100 * point["share_of_gemm"])
+    assert variants.axes[5].get_yscale() == "linear"
+
+
+def test_report_shows_a_failed_check(tmp_path: Path) -> None:
+    results = synthetic_results()
+    results["checks"].append({"name": "another", "found": "wrong", "passed": False})
+    source = report.write(results, tmp_path).read_text()
+    assert "1 of 2 checks failed" in source
+    assert "checks passed" not in source
+
+
+def test_tables_say_everything_of_every_length() -> None:
+    result = quadratic_cost.analyse(synthetic_points(), RATES)
+    for direction, passes in quadratic_cost.PASSES.items():
+        for table in (console.cost_table(result, direction), console.variants_table(result, direction)):
+            assert table.row_count == 5  # four lengths and the exponents
+            assert f"{direction}: time" in str(table.title)
+            assert passes in str(table.title)
+            assert {cell for column in table.columns for cell in column.cells}.isdisjoint({"-", None})
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert list(columns) == ["N", *quadratic_cost.VARIANTS]
+    flops = quadratic_cost.needed_flops(quadratic_cost.WINDOWED, 8192, "backward")
+    assert columns["seqkern window"][3] == f"8.19 ms, 8.4 MB, {flops / 8.192e-3 / 1e12:.0%}"
+    assert columns["seqkern window"][4] == "1.00, -"
+    assert columns["seqkern"][3].endswith("%")
+    assert columns["seqkern"][4] == ""
