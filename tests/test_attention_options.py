@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import seqkern
 from seqkern import reference
 from seqkern.ops import _attention_autograd
-from seqkern.testing import attention_case, check_case
+from seqkern.testing import attention_case, check_case, compare
 
 sdpa, attention = seqkern.scaled_dot_product_attention, seqkern.attention
 
@@ -455,6 +455,43 @@ def test_same_bits_every_time_on_any_number_of_threads(isa):
             assert equal(first, everything(inputs, **options))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "shape"),
+    [
+        (300, 290, (1, 1)),
+        (300, 290, (4, 1, 1)),
+        (300, 290, (2, 1, 1, 1)),
+        (300, 290, (300, 1)),
+        (300, 290, (1, 290)),
+        (1, 40_000, ()),
+        (40_000, 1, ()),
+        (20_000, 3, ()),
+    ],
+)
+def test_gradient_of_a_mask_that_broadcasts_has_the_same_bits_on_any_number_of_threads(queries, keys, shape):
+    """And it is the sum of the scores' gradients, also of so many that torch would share them out among the threads."""
+    batch, heads = (2, 4) if queries == 300 else (1, 1)
+    inputs = qkv(queries, keys, batch=batch, heads=heads, head_dim=4)
+    grad, grad_lse = torch.randn(batch, heads, queries, 4), torch.randn(batch, heads, queries)
+
+    def grad_mask(shape):
+        mask = torch.zeros(shape, requires_grad=True)
+        results = attention(*inputs, attn_mask=mask, return_lse=True)
+        return torch.autograd.grad(results, mask, (grad, grad_lse))[0]
+
+    each = grad_mask((batch, heads, queries, keys))
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            found.append(grad_mask(shape))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found)
+    assert compare(found[0], each.sum_to_size(shape), each.double().sum_to_size(shape)).passed
 
 
 def test_a_sequence_does_not_see_the_batch(isa):

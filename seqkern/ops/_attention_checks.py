@@ -197,8 +197,26 @@ def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> T
             mask = mask.expand(*full[:-3], *mask.shape[-3:])
         mask = mask.flatten(0, -4)
     if mask.dtype != torch.bool and (mask.requires_grad or transforms_active()):
-        mask = mask.expand(-1, -1, *full[-2:])
+        for dim in (2, 3):
+            if mask.shape[dim] != full[dim - 4]:
+                mask = _spread(mask, dim, full[dim - 4])
     return mask
+
+
+def _spread(t: Tensor, dim: int, size: int) -> Tensor:
+    """`t` expanded along one dimension, so that its gradient has the same bits on any number of threads.
+
+    torch sums 32,768 numbers or more to a single one in as many parts as there are threads: so many are taken apart.
+    """
+    piece = 1 << 14
+    sizes = [-1] * t.dim()
+    if size <= piece:
+        sizes[dim] = size
+        return t.expand(sizes)
+    sizes[dim] = (size + piece - 1) // piece
+    pieces = t.expand(sizes).unsqueeze(dim + 1)
+    sizes.insert(dim + 1, piece)
+    return pieces.expand(sizes).flatten(dim, dim + 1).narrow(dim, 0, size)
 
 
 def check_key_lengths(op: str, lengths: Tensor, query: Tensor, batch: int, name: str = "key_lengths") -> Tensor:
