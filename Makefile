@@ -11,6 +11,10 @@ BUILD := $(PY) setup.py -q build_ext --inplace
 # processes that share the tests, of one thread each
 WORKERS ?= 2
 
+# of triton, beside the one in constraints.txt: those that tests/test_triton_driver.py compiles with
+TRITON_OLDEST := 3.6.0
+TRITON_NEWEST := 3.9.0
+
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
 .PHONY: demo test test-slow bench gpu lint format build wheel clean
@@ -21,10 +25,10 @@ demo:
 	$(MAKE) --no-print-directory build
 	$(PY) -m examples.demo
 
-test: build
+test: build build/triton-$(TRITON_OLDEST)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-test-slow: build
+test-slow: build build/triton-$(TRITON_OLDEST) build/triton-$(TRITON_NEWEST)
 	$(PY) -m pytest -m slow
 
 bench: build
@@ -41,6 +45,12 @@ $(VENV)/.stamp: constraints.txt pyproject.toml
 
 build: $(VENV)/.stamp
 	$(BUILD)
+
+# A version of triton in a folder of its own, which tests put first in the module path.
+build/triton-%: | $(VENV)/.stamp
+	rm -rf $@.part
+	$(PIP) install -q --no-deps --target $@.part triton==$*
+	mv $@.part $@
 
 wheel: build
 	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .

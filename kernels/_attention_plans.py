@@ -93,9 +93,11 @@ def prepare(
 
 def _mask(mask, dtype):
     mask = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
-    if mask.dtype == torch.bool and dtype == torch.float64:
-        # Triton lays the operands of a product out by the smallest element loaded for them: bytes fail with fp64.
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    if dtype == torch.float64:
+        # Triton lays the operands of a product out by the smallest element loaded for them: bytes fail with fp64, and
+        # float32 with dropout on sm_80 and sm_90.
+        added = mask.dtype != torch.bool
+        mask = mask.to(dtype) if added else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     elif mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     mask = unit_last(mask)

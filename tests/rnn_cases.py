@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -138,8 +138,17 @@ def near(name: str, ours: torch.Tensor, right: torch.Tensor, dtype: torch.dtype,
     assert error <= bound, (name, error, bound)  # a NaN fails
 
 
-def check(case: Case, seed: int = 0) -> None:
-    """One call forward and backward, against the reference."""
+class Call(NamedTuple):
+    """A call forward and backward."""
+
+    arguments: dict[str, Any]
+    results: tuple[torch.Tensor, ...]  # output, h_n, c_n, cells, gates, products
+    bare: tuple[torch.Tensor, ...] | None  # the results where nothing is kept for backward, if the case wants that
+    grads: list[torch.Tensor | None]  # that arrive: of output, h_n, c_n, cells
+    found: tuple[torch.Tensor, ...]  # in the order of RESULTS
+
+
+def call(case: Case, seed: int = 0) -> Call:
     kernels = importlib.import_module("seqkern.kernels.rnn")
     arguments = build(case, seed)
     lstm = case.cell == LSTM
@@ -152,18 +161,22 @@ def check(case: Case, seed: int = 0) -> None:
             here = name in case.grads and (lstm or name in "oh")
             grad = torch.randn(result.shape, generator=generator).to(result) if here else None
             grads.append(grad[..., :1].expand(grad.shape) if here and case.strided else grad)
-        if not case.keep:
-            bare = kernels.rnn_fwd(**arguments, keep=False)
-            assert torch.equal(bare[0], output)
-            assert torch.equal(bare[1], h_n)
-            assert torch.equal(bare[2], c_n)
-            assert all(t.shape == (0,) for t in bare[3:])
+        bare = None if case.keep else kernels.rnn_fwd(**arguments, keep=False)
         found = kernels.rnn_bwd(
             *grads, **arguments, output=output, cells=cells,
             gates=gates if case.keep else gates.new_empty(0), products=products if case.keep else gates.new_empty(0),
             need_input=case.need_input, need_weights=case.need_weights,
         )  # fmt: skip
+    return Call(arguments, (output, h_n, c_n, cells, gates, products), bare, grads, found)
 
+
+def check(case: Case, seed: int = 0) -> None:
+    """One call forward and backward, against the reference."""
+    arguments, (output, h_n, c_n, cells, gates, products), bare, grads, found = call(case, seed)
+    if bare is not None:
+        assert all(map(torch.equal, bare[:3], (output, h_n, c_n)))
+        assert all(t.shape == (0,) for t in bare[3:])
+    lstm = case.cell == LSTM
     results, wanted = oracle(arguments, grads)
     shape, acc = (case.directions, case.steps, case.batch), gates.dtype
     assert gates.shape == (*shape, KEPT[case.cell] * case.hidden)

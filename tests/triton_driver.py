@@ -145,8 +145,8 @@ class CompileOnlyDriver(GPUDriver):
             if not self.checks:
                 return
             for axis, programs, most in zip("xyz", (x, y, z), self.device.grid, strict=True):
-                if not 0 < programs <= most:
-                    raise RuntimeError(f"{metadata.name}: a grid takes 1 to {most} programs in {axis}, got {programs}")
+                if not 0 <= programs <= most:
+                    raise RuntimeError(f"{metadata.name}: a grid takes up to {most} programs in {axis}, got {programs}")
             if metadata.shared > self.device.shared_memory:
                 raise RuntimeError(
                     f"{metadata.name}: a block has {self.device.shared_memory} bytes of shared memory, the kernel "
