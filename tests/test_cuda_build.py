@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_checks import machine_code
 
 from seqkern import _library
 
@@ -153,6 +154,55 @@ def test_the_probe_knows_its_architecture():
     """csrc/common/hopper_probe_cuda.cu: shared memory where the code is for sm_90a, and only there."""
     found = reports((BUILD / "common" / "hopper_probe_cuda.cu.o.ptxas").read_text())
     assert {report.arch: report.shared for report in found} == {a: 512 if a == "90a" else 0 for a in ARCHS}
+
+
+# ---- what the assembler made of it ---------------------------------------------------------------------------------
+
+# In how many places a kernel may empty the first-level cache of its multiprocessor: an acquire beyond the block does.
+# Attention launches no clusters; backward, dQ's turns and the ticket are acquired of the device.
+FLUSHES = {
+    "attention/attention_forward_hopper_cuda.cu": {"attention_forward_hopper": 0},
+    "attention/attention_backward_hopper_cuda.cu": {
+        "::backward_kernel": 4, "wide_keys_kernel": 0, "wide_queries_kernel": 0, "statistics_kernel": 0,
+        "convert_kernel": 0, "gaps_kernel": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", FLUSHES)
+def test_waits_keep_the_first_level_cache(source):
+    kernels = machine_code(source)
+    assert kernels
+    for name, lines in kernels.items():
+        (most,) = (count for part, count in FLUSHES[source].items() if part in name)
+        found = sum("CCTL.IVALL" in line for line in lines)
+        assert found <= most, (name, found)
+
+
+def test_recurrent_steps_read_no_parameters_of_memory():
+    """In a cluster every step empties the first-level cache: biases and norms are in shared memory, weights on chip.
+
+    What is left of loads through the read-only cache are the weights' 16 bytes, once before the first step.
+    """
+    kernels = machine_code("rnn/rnn_forward_cuda.cu")
+    assert kernels
+    for name, lines in kernels.items():
+        reads = {line.split()[0] for line in lines if "LDG" in line and "CONSTANT" in line}
+        assert {read for read in reads if ".128" not in read} == set(), name
+
+
+@pytest.mark.skipif("90a" not in ARCHS, reason="not built for sm_90a")
+@pytest.mark.parametrize("source", FLUSHES)
+def test_registers_of_warps_that_hand_them_on(source):
+    """The executor's pool of a block is threads x what ptxas gives each (tests/simt/simt_hopper.cpp: check_pool)."""
+    handing = {name for name, lines in machine_code(source).items() if any("USETMAXREG" in line for line in lines)}
+    names = {re.sub(r"(seqkern|\(anonymous namespace\))::", "", name).removeprefix("void ") for name in handing}
+    path = BUILD / Path(source).with_suffix(".cu.o.ptxas")
+    found = [r for r in reports(path.read_text()) if r.arch == "90a" and any(n.startswith(r.kernel) for n in names)]
+    assert found
+    for report in found:
+        threads = 512 if report.kernel.endswith(("64>", "64, false>")) else 384
+        assert report.registers == 65536 // threads // 8 * 8, report
 
 
 REPORT = """

@@ -263,6 +263,17 @@ def test_compiled_not_served() -> None:
     explained("cuda")
 
 
+def one_group() -> None:
+    """Stores within a cluster of one block are undefined: of 8 units and fewer, backward, a block stands alone."""
+    for hidden in (1, 8, 9):
+        weight = torch.empty(1, 4 * hidden, hidden)
+        plan = torch.ops.seqkern_cuda.rnn_scan_plan(weight, 3, LSTM, False, True, "cluster")
+        team = "cluster: teams of 2 blocks" if hidden > 8 else "block: teams of 1 block"
+        assert plan.startswith(team), (hidden, plan)
+        assert ("a cluster would have units for one block alone" in plan) == (hidden <= 8), plan
+        run({"one group": Case(hidden=hidden, norm=True, batch=9)}, "cluster")
+
+
 def run(cases: dict[str, Case], tier: str) -> None:
     for name, case in cases.items():
         try:
@@ -303,6 +314,8 @@ def main(what: str, *arguments: str) -> None:
             assert min(blocks_of(case, tier)) > 1
         run(WIDE, tier)
         bits_repeat(tier)
+    if tier == "cluster":
+        one_group()
 
 
 if __name__ == "__main__":

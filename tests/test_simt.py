@@ -21,6 +21,7 @@ SEEDS = range(12)  # of schedules
 # In the order of Fault in planted.cuh.
 FAULTS = ["none", "no_barrier", "no_last_barrier", "no_wait", "early_wait", "swapped", "outside_shared"]
 FAULTS += ["outside_global", "leaves", "too_many_arrivals", "too_few_bytes", "no_fence"]
+FAULTS += ["narrow_wait", "no_acquire"]
 
 
 def fault(name: str) -> int:
@@ -322,7 +323,7 @@ def cluster_oracle(x: torch.Tensor, steps: int) -> torch.Tensor:
     return (value + value.amax((1, 2), keepdim=True)).view(x.shape).float()
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 16])
+@pytest.mark.parametrize("size", [2, 8, 16])
 def test_cluster(ops: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     x = torch.randn(3, size * 32)
     assert set(outcomes(monkeypatch, lambda: ops.cluster_steps(x, 7, 0), cluster_oracle(x, 7))) == {"right"}
@@ -344,6 +345,21 @@ def test_cluster_faults(ops: Any, monkeypatch: pytest.MonkeyPatch, planted: str,
     caught = [word for word in found if word != "right"]
     assert caught
     assert all(re.search(message, word) for word in caught), caught
+
+
+def test_cluster_wait_of_the_block(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for what other blocks send acquires of the cluster: on every schedule."""
+    found = outcomes(
+        monkeypatch, lambda: ops.cluster_steps(torch.randn(2, 64), 5, fault("narrow_wait")), torch.empty(2, 64)
+    )
+    words = r"mbarrier_done: other blocks of the cluster come to the mbarrier at offset [08]: mbarrier_done_cluster"
+    assert all(re.search(words, word) for word in found), found
+
+
+def test_cluster_of_one(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX of st.async: "%cluster_nctarank > 1 is true. Otherwise, the behavior is undefined"."""
+    found = outcomes(monkeypatch, lambda: ops.cluster_steps(torch.randn(2, 32), 5, 0), torch.empty(2, 32))
+    assert all("store_async_16: undefined in a cluster of one block" in word for word in found), found
 
 
 def grid_oracle(x: torch.Tensor, steps: int) -> torch.Tensor:
@@ -421,6 +437,14 @@ def test_limits(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.residents(x, 64, 0, 1) == (32, 128)
     assert ops.residents(x, 1024, 0, 8) == (2, 1)
     assert ops.residents(x, 128, 100 << 10, 2) == (2, 4)
+    # Of 132 multiprocessors 16 are in a GPC, and a cluster lies within one.
+    monkeypatch.setenv("SEQKERN_SIMT_MULTIPROCESSORS", "132")
+    assert ops.residents(x, 64, 200 << 10, 12) == (1, 8)
+    assert ops.residents(x, 64, 100 << 10, 12) == (2, 16)
+    monkeypatch.setenv("SEQKERN_SIMT_GPC", "10")
+    assert ops.residents(x, 64, 200 << 10, 12) == (1, 0)
+    with pytest.raises(RuntimeError, match="a cluster of 12 blocks: a GPC of 10 multiprocessors holds 10"):
+        ops.misuse(x, 99, 200 << 10, 12)
     monkeypatch.setenv("SEQKERN_SIMT_SHARED", "1000")
     with pytest.raises(RuntimeError, match="1001 bytes of shared memory asked for, a block may have 1000"):
         ops.misuse(x, 99, 1001, 1)
@@ -489,6 +513,7 @@ def test_no_races(racing: Any, monkeypatch: pytest.MonkeyPatch, kernel: str) -> 
         ("cluster_steps", "no_barrier"),
         ("warp_sums", "no_barrier"),
         ("last_block_sums", "no_fence"),
+        ("last_block_sums", "no_acquire"),
     ],
 )
 def test_races(racing: Any, monkeypatch: pytest.MonkeyPatch, kernel: str, planted: str) -> None:

@@ -26,7 +26,7 @@ RACE_SEEDS = range(3)
 FAULTS = ["none", "no_wait", "no_commit", "no_fence", "no_proxy_fence", "unswizzled", "wrong_stride", "wrong_step"]
 FAULTS += ["misaligned", "barrier_count", "barrier_counts", "no_barrier", "early_release", "no_full", "few_bytes"]
 FAULTS += ["no_bytes", "touched", "other_descriptors", "reused", "no_store_wait", "registers", "part_of_registers"]
-FAULTS += ["not_elected", "same_sums"]
+FAULTS += ["not_elected", "same_sums", "split"]
 
 BF16, F16 = torch.bfloat16, torch.float16
 # dtype, columns, a in registers, a transposed, b transposed
@@ -214,7 +214,8 @@ CAUGHT = {
     "other_descriptors": "or the same with other descriptors",
     "reused": "*wrong",
     "no_store_wait": "while its tma_store_4d may still read shared memory",
-    "registers": "the warpgroups want 68608 registers, there are 65536",
+    "registers": "the warpgroups want 68608 registers, the block has 64512",
+    "split": "the warpgroups want 65536 registers, the block has 64512",
     "part_of_registers": "set_registers: not all threads of warpgroup 0 have called the same",
     "not_elected": "livelock|right",
 }

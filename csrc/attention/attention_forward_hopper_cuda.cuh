@@ -173,6 +173,9 @@ SK_DEVICE void load_tiles(const Forward& p, unsigned char* shared, Barriers* bar
       load(p.value, L::kValuesAt, barriers->value_full, barriers->value_empty, blocks + range.last - 1 - n,
            key_row + n * L::kKeys, p.value_steps);
     };
+    // The first K has a place as soon as the tile before has read its last but one: that is long before its results
+    // have left the place of the queries.
+    if (range.first < range.last) load_key(range.last - 1);
     mbarrier_wait(&barriers->query_empty, tiles % 2 ^ 1);
     mbarrier_arrive_expect(&barriers->query_full, L::kQueryBytes);
 #pragma unroll
@@ -181,9 +184,9 @@ SK_DEVICE void load_tiles(const Forward& p, unsigned char* shared, Barriers* bar
                   static_cast<int>(at.query_row) + query0, p.query_steps[0] ? tile.head : 0,
                   p.query_steps[1] ? batch : 0);
     }
-    for (int n = range.last - 1; n >= range.first; --n) {
+    for (int n = range.last - 2; n >= range.first; --n) {
       load_key(n);
-      if (n + 1 < range.last) load_value(n + 1);
+      load_value(n + 1);
     }
     if (range.first < range.last) {
       load_value(range.first);

@@ -280,8 +280,21 @@ SK_DEVICE void mbarrier_arrive_remote(uint64_t* barrier, unsigned rank) {
       "r"(rank)
       : "memory");
 }
-// Whether the phase of that parity (0 first, then 1, 0 ...) has ended.
+// Whether the phase of that parity (0 first, then 1, 0 ...) has ended. What threads of this block, and TMA for it, did
+// before is seen then.
 SK_DEVICE bool mbarrier_done(uint64_t* barrier, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// The same where other blocks of the cluster arrive or store: what they did is seen too. It empties the first-level
+// cache (CCTL.IVALL): what a loop around it reads of global memory should be in registers or shared memory.
+SK_DEVICE bool mbarrier_done_cluster(uint64_t* barrier, unsigned parity) {
   unsigned done;
   asm volatile(
       "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
@@ -291,7 +304,8 @@ SK_DEVICE bool mbarrier_done(uint64_t* barrier, unsigned parity) {
       : "memory");
   return done != 0;
 }
-// Writes 16 bytes into the shared memory of block `rank`, where `p` lies here, and counts them at its `barrier`.
+// Writes 16 bytes into the shared memory of block `rank`, where `p` lies here, and counts them at its `barrier`. The
+// cluster has more than one block: of a single one PTX leaves open what happens.
 SK_DEVICE void store_async_16(void* p, uint64_t* barrier, unsigned rank, uint4 v) {
   asm volatile(
       "{\n .reg .b32 to, at;\n mapa.shared::cluster.u32 to, %0, %2;\n mapa.shared::cluster.u32 at, %1, %2;\n"
@@ -315,6 +329,7 @@ SK_DEVICE void mbarrier_arrive(uint64_t*) {}
 SK_DEVICE void mbarrier_arrive_expect(uint64_t*, unsigned) {}
 SK_DEVICE void mbarrier_arrive_remote(uint64_t*, unsigned) {}
 SK_DEVICE bool mbarrier_done(uint64_t*, unsigned) { return true; }
+SK_DEVICE bool mbarrier_done_cluster(uint64_t*, unsigned) { return true; }
 SK_DEVICE void store_async_16(void*, uint64_t*, unsigned, uint4) {}
 #endif
 
@@ -327,6 +342,9 @@ SK_DEVICE T narrow(A x) {
 
 SK_DEVICE void mbarrier_wait(uint64_t* barrier, unsigned parity) {
   while (!mbarrier_done(barrier, parity)) pause();
+}
+SK_DEVICE void mbarrier_wait_cluster(uint64_t* barrier, unsigned parity) {
+  while (!mbarrier_done_cluster(barrier, parity)) pause();
 }
 
 // ---- random numbers ------------------------------------------------------------------------------------------------

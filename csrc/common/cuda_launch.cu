@@ -1,5 +1,6 @@
 // See cuda_launch.h. CUDA's runtime is linked statically, so its symbols are not torch's; streams and memory are: both
 // runtimes use the device's primary context.
+#include <cuda.h>
 #include <dlfcn.h>
 
 #include <mutex>
@@ -102,16 +103,41 @@ void* current_stream(const Tensor& t) {
   return stream;
 }
 
-OnDevice::OnDevice(const Tensor& t) : previous_(-1) {
+namespace {
+
+// The driver's functions for the context of a thread, asked for by name: the library needs no libcuda to be loaded.
+struct Contexts {
+  CUresult (*get)(CUcontext*) = nullptr;
+  CUresult (*set)(CUcontext) = nullptr;
+};
+const Contexts& contexts() {
+  static const Contexts found = [] {
+    const auto find = [](const char* name) {
+      void* function = nullptr;
+      cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+      check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result), "seqkern");
+      SK_CHECK(result == cudaDriverEntryPointSuccess, "seqkern: this driver has no ", name);
+      return function;
+    };
+    return Contexts{reinterpret_cast<CUresult (*)(CUcontext*)>(find("cuCtxGetCurrent")),
+                    reinterpret_cast<CUresult (*)(CUcontext)>(find("cuCtxSetCurrent"))};
+  }();
+  return found;
+}
+
+}  // namespace
+
+OnDevice::OnDevice(const Tensor& t) : changed_(false), previous_(nullptr) {
   int current = 0;
   check(cudaGetDevice(&current), "seqkern");
-  if (current != t.get_device_index()) {
-    check(cudaSetDevice(t.get_device_index()), "seqkern");
-    previous_ = current;
-  }
+  if (current == t.get_device_index()) return;
+  CUcontext before = nullptr;  // and where the driver has not begun yet
+  if (contexts().get(&before) == CUDA_SUCCESS) previous_ = before;
+  check(cudaSetDevice(t.get_device_index()), "seqkern");
+  changed_ = true;
 }
 OnDevice::~OnDevice() {
-  if (previous_ >= 0) cudaSetDevice(previous_);
+  if (changed_) contexts().set(static_cast<CUcontext>(previous_));
 }
 
 void launch_kernel(const char* op, const void* kernel, const LaunchShape& shape, void* stream, void** arguments) {

@@ -34,7 +34,8 @@ const CudaDevice& cuda_device(const Tensor& t);
 // torch's current stream there.
 void* current_stream(const Tensor& t);
 
-// Makes the device of `t` the current one.
+// Makes the device of `t` the current one. Afterwards the thread's context is what it was, none where it was none: to
+// name the device before would make a context there, hundreds of megabytes of a GPU that nobody uses.
 class OnDevice {
  public:
   explicit OnDevice(const Tensor& t);
@@ -43,7 +44,8 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int previous_;
+  bool changed_;
+  void* previous_;  // a context, or null
 };
 
 struct LaunchShape {

@@ -118,6 +118,10 @@ class Planner {
     plan.shape.grid = dim3(static_cast<unsigned>(plan.teams * directions_ / plan.launches * plan.blocks));
   }
 
+  int residents(const Plan& plan) const {
+    return rnn_residents("rnn_scan_bwd", device_, reinterpret_cast<const void*>(plan.kernel), plan.shape);
+  }
+
   Plan block() const {
     Plan plan = team(kBlock, 1);
     if (!plan.served) plan.why = "a block does not hold " + std::to_string(hidden_) + " units";
@@ -126,16 +130,20 @@ class Planner {
   }
 
   // The number of blocks of a team does not depend on the batch, nor does therefore any sum.
-  // The fewest that leave a block no more than kShortest units, else as many as there may be.
+  // The fewest that leave a block no more than kShortest units, else as many as there may be. Never one: of stores
+  // within a cluster of one block PTX leaves open what they do.
   Plan cluster() const {
     Plan best;
     best.why = device_.max_cluster == 1 ? "the device has no clusters" : "no cluster holds the weights";
-    for (int blocks = 2; blocks <= device_.max_cluster && blocks <= std::max(2, groups_); blocks *= 2) {
-      Plan plan = team(kCluster, std::min(blocks, groups_));
+    if (groups_ == 1 && device_.max_cluster > 1) {
+      Plan plan = block();
+      plan.why += ", as a cluster would have units for one block alone";
+      return plan;
+    }
+    for (int blocks = 2; blocks <= std::min(device_.max_cluster, groups_); blocks *= 2) {
+      Plan plan = team(kCluster, blocks);
       if (!plan.served) continue;
-      const void* kernel = reinterpret_cast<const void*>(plan.kernel);
-      const int resident =
-          plan.blocks == 1 ? device_.multiprocessors : resident_clusters("rnn_scan_bwd", kernel, plan.shape);
+      const int resident = residents(plan);
       if (resident == 0) continue;
       spread(plan, resident / directions_);
       best = plan;
@@ -149,7 +157,7 @@ class Planner {
     for (int blocks = 1; blocks <= std::min(groups_, device_.multiprocessors); ++blocks) {
       Plan plan = team(kGrid, blocks);
       if (!plan.served || (best.served && plan.layout.units == best.layout.units)) continue;
-      if (resident_blocks("rnn_scan_bwd", reinterpret_cast<const void*>(plan.kernel), plan.shape) == 0) continue;
+      if (residents(plan) == 0) continue;
       const int together = device_.multiprocessors / blocks;  // teams
       plan.launches = together >= directions_ ? 1 : directions_;
       spread(plan, together * plan.launches / directions_);

@@ -328,7 +328,7 @@ struct Team {
     if (shape.exchange == kCluster) {
       uint64_t* barrier = barriers() + buffer();
       if (thread == 0) mbarrier_arrive_expect(barrier, static_cast<unsigned>(shape.blocks * mine * kRows * 4));
-      mbarrier_wait(barrier, count / 2 % 2);
+      mbarrier_wait_cluster(barrier, count / 2 % 2);
       return;
     }
     if (shape.exchange == kGrid) {
@@ -389,7 +389,7 @@ struct Team {
     }
     if (shape.exchange == kCluster) {
       if (thread == 0) mbarrier_arrive_expect(barriers() + 2, static_cast<unsigned>(shape.blocks * ALL * 16));
-      mbarrier_wait(barriers() + 2, count % 2);
+      mbarrier_wait_cluster(barriers() + 2, count % 2);
     } else {
       if (shape.exchange == kGrid && thread / ALL < layout.row_planes) {
         of_ranks[thread] = collect(shape.row_mailbox + int64_t{number} * shape.blocks * ALL + thread % ALL, ALL,

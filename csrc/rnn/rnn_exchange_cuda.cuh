@@ -30,7 +30,7 @@ struct RnnTeamShape {
   int hidden;    // units
   int chunks;    // of k
   int per_warp;  // of those
-  int operand, partial, staging, sums, pairs, weights;
+  int operand, partial, staging, sums, pairs, parameters, weights;
   int shared_bytes;
   long long mailbox_bytes;  // of a team, in global memory; grid only
 };
@@ -40,6 +40,10 @@ constexpr int kRnnPairs = 2;   // exchanges of pairs in a step at most: kinds 0 
 
 // Chunks of weights in registers: 128 of a lane's, or 64 where it has twice as many sums.
 constexpr int rnn_held(int element, int gates, int nt) { return element == 2 ? 16 / nt / gates : 0; }
+// Rows of parameters that a step reads, a number for each unit: biases, and weights and biases of the norms.
+constexpr int rnn_parameters(int gates, bool norm) {
+  return (gates == 1 ? 1 : 4) + (norm ? 2 * gates + (gates == 4 ? 2 : 0) : 0);
+}
 constexpr int rnn_packets(int element) { return (8 * element + 2) / 3; }  // of a slab, in the mailbox
 
 // `norm`: room for exchanges of pairs.
@@ -66,6 +70,8 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   if (norm) at += warps * rows * 4;
   s.pairs = at;
   if (norm && tier != RnnTier::block) at += kRnnPairs * 2 * blocks * rows * 8;
+  s.parameters = at;
+  at += rnn_parameters(gates, norm) * groups * kRnnGroup * 4;
   s.weights = at;
   long long bytes = at + 1024LL * warps * in_shared * gates;
   // What is held comes by way of the operands' memory.
@@ -233,7 +239,7 @@ struct RnnExchange {
     if (shape.tier == RnnTier::block) {
       __syncthreads();
     } else if (shape.tier == RnnTier::cluster) {
-      mbarrier_wait(full(turn & 1), ((turn - 1) / 2) & 1);
+      mbarrier_wait_cluster(full(turn & 1), ((turn - 1) / 2) & 1);
       // For the operand after the next: nobody sends that before having the next, of which this block's part is not
       // yet computed.
       if (threadIdx.x == 0) mbarrier_arrive_expect(full(turn & 1), operand_bytes());
@@ -283,7 +289,7 @@ struct RnnExchange {
           }
         }
       }
-      mbarrier_wait(pairs_full(kind, number & 1), (number / 2) & 1);
+      mbarrier_wait_cluster(pairs_full(kind, number & 1), (number / 2) & 1);
       if (threadIdx.x == 0) mbarrier_arrive_expect(pairs_full(kind, number & 1), pairs_bytes());
     } else {
       uint4* box = pair_box(kind, number);
@@ -291,17 +297,17 @@ struct RnnExchange {
 #pragma unroll
         for (int c = 0; c < 2 * NT; ++c) {
           store_fresh_16(box + rank * ROWS + row_of(c),
-                         {device_bits<uint32_t>(v[c].x), device_bits<uint32_t>(v[c].y), 0, number + 1});
+                         {device_bits<uint32_t>(v[c].x), number + 1, device_bits<uint32_t>(v[c].y), number + 1});
         }
       }
 #pragma unroll 1
       for (int at = threadIdx.x; at < shape.blocks * ROWS; at += blockDim.x) {
         uint4 packet = load_fresh_16(box + at);
-        while (packet.w != number + 1) {
+        while (packet.y != number + 1 || packet.w != number + 1) {
           pause();
           packet = load_fresh_16(box + at);
         }
-        pairs(kind, number)[at] = {device_bits<float>(packet.x), device_bits<float>(packet.y)};
+        pairs(kind, number)[at] = {device_bits<float>(packet.x), device_bits<float>(packet.z)};
       }
       __syncthreads();
     }

@@ -24,7 +24,8 @@
 //   float32, tiles of 8 rows    LSTM 168 to 208, GRU 152 to 194, RNN 121 to 163
 //
 // Shared memory: two operands of 64 bytes a chunk and row (512 units of 16 bits, 8 rows: 8 KB each); with several parts
-// their sums, 512 bytes a warp and gate; in clusters and grids what is sent, 8 to 16 bytes a lane; then the weights
+// their sums, 512 bytes a warp and gate; in clusters and grids what is sent, 8 to 16 bytes a lane; biases and what the
+// norms have of the block's units, 4 bytes each; then the weights
 // that are not in registers, 1 KB for 16 units, a gate and a chunk. 16-bit LSTM, 512 units, cluster of 16: 34 KB a
 // block.
 //
@@ -156,6 +157,7 @@ struct RnnForwardScan {
         const int64_t weights = static_cast<int64_t>(G) * scan.hidden * scan.hidden;
         team.load_weights(
             RnnForwardWeights<T>{static_cast<const T*>(args.w_hh) + d * weights, scan.hidden, args.aligned});
+        load_parameters();
       }
       backwards = rnn_backwards(scan, d);
       first_row = tile % tiles * Team::ROWS;
@@ -164,6 +166,21 @@ struct RnnForwardScan {
       if (ran && tile + static_cast<int>(gridDim.y) < tiles * scan.directions) team.renew();
     }
     team.end();
+  }
+
+  // Biases and what the norms have, of this block's units: every step reads them, and in a cluster its wait empties the
+  // first-level cache. Behind a barrier, and before that of `start`.
+  SK_DEVICE void load_parameters() const {
+    const int units = args.shape.groups * kRnnGroup, columns = (2 * G + (CELL == kRnnLstm ? 2 : 0));
+    const int count = R + (scan.norm == nullptr ? 0 : columns);
+    float* to = reinterpret_cast<float*>(team.shared + args.shape.parameters);
+#pragma unroll 1
+    for (int at = threadIdx.x; at < count * units; at += blockDim.x) {
+      const int row = at / units, unit = team.rank * units + at % units;
+      const float* from = row < R ? args.bias : scan.norm;
+      const int64_t first = row < R ? static_cast<int64_t>(d) * R + row : static_cast<int64_t>(d) * columns + row - R;
+      to[at] = from == nullptr || unit >= scan.hidden ? 0.0f : from[first * scan.hidden + unit];
+    }
   }
 
   // Whether there was a step.
@@ -288,7 +305,7 @@ struct RnnForwardScan {
   // Layer norm of N numbers a pair over all units of the layer: mean and centred squares of each block by themselves,
   // then those of all blocks joined in their order (Chan, Golub & LeVeque 1983), so that one exchange is enough.
   template <int N>
-  SK_DEVICE void normalise(int kind, float (&v)[N][SLOTS], const float* weight, const float* bias) {
+  SK_DEVICE void normalise(int kind, float (&v)[N][SLOTS], const float* weight, const float* bias, int units) {
     const float own = static_cast<float>(N * team.units_of(team.rank));
     float mean[COLUMNS], square[COLUMNS];
 #pragma unroll
@@ -343,19 +360,20 @@ struct RnnForwardScan {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const float xhat = (v[n][slot] - mean[Team::column(slot)]) * square[Team::column(slot)];
-        const int at = n * scan.hidden + unit_of(slot);
-        v[n][slot] = fmaf(xhat, __ldg(weight + at), __ldg(bias + at));
+        const int at = n * units + unit_of(slot);
+        v[n][slot] = fmaf(xhat, weight[at], bias[at]);
       }
     }
   }
 
   // What comes behind the product. The next operand is staged.
   SK_DEVICE void cells(float (&sums)[G][SLOTS], int t) {
-    const int norm_columns = (2 * G + (CELL == kRnnLstm ? 2 : 0)) * scan.hidden;
-    const float* norm = scan.norm == nullptr ? nullptr : scan.norm + d * norm_columns + team.unit(0);
+    const int units = args.shape.groups * kRnnGroup;
+    const float* bias =
+        reinterpret_cast<const float*>(team.shared + args.shape.parameters) + team.group * kRnnGroup + team.lane / 4;
+    const float* norm = bias + R * units;
     store_products(sums, t);
-    if (norm != nullptr) normalise<G>(0, sums, norm, norm + G * scan.hidden);
-    const float* bias = args.bias == nullptr ? nullptr : args.bias + d * R * scan.hidden + team.unit(0);
+    if (scan.norm != nullptr) normalise<G>(0, sums, norm, norm + G * units, units);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (flags >> Team::column(slot) & 1) h[slot] = c[slot] = 0;
@@ -364,9 +382,9 @@ struct RnnForwardScan {
 #pragma unroll
       for (int k = 0; k < G; ++k) a[k] = CELL == kRnnGru && k == 2 ? x[k][slot] : x[k][slot] + sums[k][slot];
       if constexpr (CELL == kRnnGru) a[3] = sums[2][slot];
-      if (bias != nullptr) {
+      if (args.bias != nullptr) {
 #pragma unroll
-        for (int k = 0; k < R; ++k) a[k] += __ldg(bias + k * scan.hidden + unit_of(slot));
+        for (int k = 0; k < R; ++k) a[k] += bias[k * units + unit_of(slot)];
       }
       if constexpr (CELL == kRnnLstm) {
         a[0] = sigmoid(a[0]);
@@ -390,7 +408,7 @@ struct RnnForwardScan {
       float (&seen)[1][SLOTS] = *reinterpret_cast<float (*)[1][SLOTS]>(&sums[1]);
 #pragma unroll
       for (int slot = 0; slot < SLOTS; ++slot) seen[0][slot] = sums[0][slot];
-      if (norm != nullptr) normalise<1>(1, seen, norm + 2 * G * scan.hidden, norm + (2 * G + 1) * scan.hidden);
+      if (scan.norm != nullptr) normalise<1>(1, seen, norm + 2 * G * units, norm + (2 * G + 1) * units, units);
     }
     settle(sums, t);
   }

@@ -62,26 +62,30 @@ inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
   return launch;
 }
 
-// Teams that the device holds at once. It is asked once: that takes longer than some of the scans.
-inline int64_t rnn_room(const char* op, const CudaDevice& device, const RnnTeamShape& s, const void* kernel) {
+// Clusters that the device holds at once, or, of a shape without them, blocks that a multiprocessor does. It is asked
+// once: that takes longer than some of the scans.
+inline int rnn_residents(const char* op, const CudaDevice& device, const void* kernel, const LaunchShape& shape) {
   static std::mutex mutex;
-  static std::map<std::array<int64_t, 8>, int64_t> known;
-  const LaunchShape launch = rnn_launch_shape(s, 1);
+  static std::map<std::array<int64_t, 8>, int> known;
   const std::array<int64_t, 8> key = {device.index,
                                       device.multiprocessors,
                                       device.shared_per_block,
                                       device.max_cluster,
                                       static_cast<int64_t>(reinterpret_cast<intptr_t>(kernel)),
-                                      static_cast<int64_t>(s.tier) << 32 | s.blocks,
-                                      launch.block.x,
-                                      s.shared_bytes};
+                                      shape.cluster,
+                                      shape.block.x,
+                                      static_cast<int64_t>(shape.shared_bytes)};
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto at = known.find(key); at != known.end()) return at->second;
-  const int64_t count = s.tier == RnnTier::cluster
-                            ? resident_clusters(op, kernel, launch)
-                            : int64_t{device.multiprocessors} * resident_blocks(op, kernel, launch) / s.blocks;
+  const int count = shape.cluster > 1 ? resident_clusters(op, kernel, shape) : resident_blocks(op, kernel, shape);
   known.emplace(key, count);
   return count;
+}
+
+// Teams that the device holds at once.
+inline int64_t rnn_room(const char* op, const CudaDevice& device, const RnnTeamShape& s, const void* kernel) {
+  const int64_t count = rnn_residents(op, device, kernel, rnn_launch_shape(s, 1));
+  return s.tier == RnnTier::cluster ? count : device.multiprocessors * count / s.blocks;
 }
 
 inline std::string rnn_describe(const RnnTeamShape& s, const RnnPlanRequest& r, int rows) {

@@ -20,6 +20,8 @@ enum class Fault {
   too_many_arrivals,
   too_few_bytes,  // of which a barrier is told
   no_fence,       // between data and the flag that tells of them
+  narrow_wait,    // for other blocks of the cluster, of which only this block's threads are seen
+  no_acquire,     // a fence left out between the relaxed read of a flag and what it tells of
 };
 
 // ---- sums of rows: shuffles, shared memory, __syncthreads ----------------------------------------------------------
@@ -178,7 +180,11 @@ __global__ void cluster_steps(const float* x, float* y, int steps) {
         store_async_16(row + rank * kWidth + lane, &full[buffer], static_cast<unsigned>(r), packet);
       }
     }
-    if (fault != Fault::no_wait) mbarrier_wait(&full[buffer], static_cast<unsigned>(parity));
+    if (fault == Fault::narrow_wait) {
+      mbarrier_wait(&full[buffer], static_cast<unsigned>(parity));
+    } else if (fault != Fault::no_wait) {
+      mbarrier_wait_cluster(&full[buffer], static_cast<unsigned>(parity));
+    }
     float sum = 0;
     for (int i = 0; i < size * kWidth; ++i) sum += row[i];
     value = sum / static_cast<float>(size * kWidth) + static_cast<float>(step) + static_cast<float>(rank);
@@ -264,6 +270,7 @@ __global__ void last_block_sums(const float* x, float* parts, uint32_t* done, fl
   parts[blockIdx.x] = sum;
   if (fault != Fault::no_fence) __threadfence();
   if (atomicAdd(done, 1u) + 1 != gridDim.x) return;
+  if (fault != Fault::no_acquire) __threadfence();
   float total = 0;
   for (unsigned b = 0; b < gridDim.x; ++b) total += parts[b];
   y[0] = total;

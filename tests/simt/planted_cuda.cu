@@ -72,7 +72,7 @@ Tensor cluster_steps_op(const Tensor& x, int64_t steps, int64_t fault) {
   shape.shared_bytes = static_cast<size_t>(128 + 2 * size * kWidth * 4);
   shape.cluster = static_cast<int>(size);
   with_fault<Fault::none, Fault::no_wait, Fault::no_barrier, Fault::leaves, Fault::too_many_arrivals,
-             Fault::too_few_bytes>(fault, "cluster_steps", [&](auto planted) {
+             Fault::too_few_bytes, Fault::narrow_wait>(fault, "cluster_steps", [&](auto planted) {
     launch<const float*, float*, int>("cluster_steps", cluster_steps<planted()>, shape, current_stream(x),
                                       data<const float>(x), data<float>(y), static_cast<int>(steps));
   });
@@ -114,7 +114,7 @@ Tensor last_block_sums_op(const Tensor& x, const Tensor& done, int64_t fault) {
   shape.grid = dim3(static_cast<unsigned>(blocks));
   shape.block = dim3(32);
   shape.all_resident = true;
-  with_fault<Fault::none, Fault::no_fence>(fault, "last_block_sums", [&](auto planted) {
+  with_fault<Fault::none, Fault::no_fence, Fault::no_acquire>(fault, "last_block_sums", [&](auto planted) {
     launch<const float*, float*, uint32_t*, float*>("last_block_sums", last_block_sums<planted()>, shape,
                                                     current_stream(x), data<const float>(x), data<float>(parts),
                                                     data<uint32_t>(done), data<float>(y));

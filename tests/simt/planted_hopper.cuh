@@ -35,6 +35,7 @@ enum class HopperFault : int {
   part_of_registers,  // one warp of a warpgroup alone
   not_elected,        // lane 0 counts on being the one
   same_sums,          // several blocks add to one place, in any order
+  split,              // all registers that there are, of which the block has not all
   count
 };
 
@@ -79,7 +80,11 @@ __global__ void __launch_bounds__(384, 1)
   }
   __syncthreads();
   if (group == 0) {
-    if (fault != F::part_of_registers || thread < 32) set_registers_down<40>();
+    if (fault == F::split) {
+      set_registers_down<32>();
+    } else if (fault != F::part_of_registers || thread < 32) {
+      set_registers_down<40>();
+    }
     if (thread < 32 && (fault == F::not_elected ? elect_one() && thread == 0 : elect_one())) {
       for (int n = 0; n < steps; ++n) {
         const int s = n % kHopperStages;
@@ -105,6 +110,8 @@ __global__ void __launch_bounds__(384, 1)
   }
   if (fault == F::registers) {
     set_registers_up<248>();
+  } else if (fault == F::split) {
+    set_registers_up<240>();
   } else {
     set_registers_up<232>();
   }

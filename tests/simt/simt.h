@@ -86,7 +86,7 @@ void* map_to(const void* p, unsigned rank);
 void barrier_init(uint64_t* word, unsigned arrivals);
 void barrier_arrive(uint64_t* word, unsigned bytes);
 void barrier_arrive_remote(uint64_t* word, unsigned rank);
-bool barrier_done(uint64_t* word, unsigned parity, const Place& at);
+bool barrier_done(uint64_t* word, unsigned parity, bool of_cluster, const Place& at);
 void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4]);
 
 template <class T>
@@ -159,11 +159,15 @@ inline T __shfl_up_sync(unsigned mask, T v, unsigned lanes, int width = 32, simt
 #define SIMT_QUIET __attribute__((no_sanitize_thread))
 
 namespace simt {
-// Reads, writes what `f` makes of it, returns what was there: in one piece.
-template <class T, class F>
+// Reads, writes what `f` makes of it, returns what was there: in one piece. Relaxed, unless it acquires.
+template <bool kAcquires = false, class T, class F>
 SIMT_QUIET T atomic(T* p, F f, const Place& at = Place()) {
   maybe_yield();
-  race_acquire_word(p);
+  if (kAcquires) {
+    race_acquire_word(p);
+  } else {
+    race_read_word(p);
+  }
   race_relaxed_word(p, true);
   const T old = *p;
   const T next = f(old);
@@ -336,12 +340,12 @@ SIMT_QUIET inline void store_release(uint32_t* p, uint32_t v) {
 }
 inline uint32_t add_release(uint32_t* p, uint32_t v) {
   simt::race_release_word(p, true);
-  return atomicAdd(p, v);
+  return simt::atomic<true>(p, [v](uint32_t old) { return old + v; });
 }
 SIMT_QUIET inline uint4 load_fresh_16(const void* p, simt::Place at = simt::Place()) {
   simt::check_aligned("load_fresh_16", static_cast<const char*>(p), 16);
   simt::poll("load_fresh_16", at);
-  simt::race_acquire_word(p);
+  simt::race_read_word(p);
   return *static_cast<const uint4*>(p);
 }
 SIMT_QUIET inline void store_fresh_16(void* p, uint4 v) {
@@ -368,7 +372,10 @@ inline void mbarrier_arrive(uint64_t* barrier) { simt::barrier_arrive(barrier, 0
 inline void mbarrier_arrive_expect(uint64_t* barrier, unsigned bytes) { simt::barrier_arrive(barrier, bytes); }
 inline void mbarrier_arrive_remote(uint64_t* barrier, unsigned rank) { simt::barrier_arrive_remote(barrier, rank); }
 inline bool mbarrier_done(uint64_t* barrier, unsigned parity, simt::Place at = simt::Place()) {
-  return simt::barrier_done(barrier, parity, at);
+  return simt::barrier_done(barrier, parity, false, at);
+}
+inline bool mbarrier_done_cluster(uint64_t* barrier, unsigned parity, simt::Place at = simt::Place()) {
+  return simt::barrier_done(barrier, parity, true, at);
 }
 inline void store_async_16(void* p, uint64_t* barrier, unsigned rank, uint4 v) {
   simt::store_async(p, barrier, rank, {v.x, v.y, v.z, v.w});

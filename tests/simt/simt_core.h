@@ -102,6 +102,7 @@ struct Mbarrier {
   int64_t bytes;  // expected less those that came
   unsigned phases;
   Clock past;
+  bool beyond;  // another block has arrived, or stored: who waits has to acquire of the cluster
 };
 
 struct Block {
@@ -228,6 +229,7 @@ constexpr unsigned char kNaN = 0xFF;  // in every byte: NaN in all types
 
 struct Limits {
   int architecture, multiprocessors, shared_per_block, max_cluster;
+  int gpc;  // multiprocessors of one: a cluster lies within it
 };
 Limits limits();
 // As CUDA's occupancy functions, by threads and shared memory alone.

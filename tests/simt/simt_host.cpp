@@ -15,7 +15,7 @@ const CudaDevice& cuda_device(const Tensor& t) {
 }
 void* current_stream(const Tensor&) { return nullptr; }
 
-OnDevice::OnDevice(const Tensor&) : previous_(-1) {}
+OnDevice::OnDevice(const Tensor&) : changed_(false), previous_(nullptr) {}
 OnDevice::~OnDevice() {}
 
 int resident_blocks(const char* op, const void*, const LaunchShape& shape) {

@@ -166,7 +166,8 @@ Limits limits() {
                                                                   : 163 << 10;
   return {architecture, static_cast<int>(setting("SEQKERN_SIMT_MULTIPROCESSORS", 4)),
           static_cast<int>(setting("SEQKERN_SIMT_SHARED", shared)),
-          architecture < 90 ? 1 : static_cast<int>(setting("SEQKERN_SIMT_CLUSTER", 16))};
+          architecture < 90 ? 1 : static_cast<int>(setting("SEQKERN_SIMT_CLUSTER", 16)),
+          static_cast<int>(setting("SEQKERN_SIMT_GPC", 16))};
 }
 
 int resident_blocks(dim3 block, size_t shared_bytes) {
@@ -176,7 +177,9 @@ int resident_blocks(dim3 block, size_t shared_bytes) {
 }
 int resident_clusters(dim3 block, size_t shared_bytes, int cluster) {
   const Limits l = limits();
-  return cluster > l.max_cluster ? 0 : l.multiprocessors * resident_blocks(block, shared_bytes) / cluster;
+  if (cluster > l.max_cluster) return 0;
+  const int each = resident_blocks(block, shared_bytes);
+  return l.multiprocessors / l.gpc * (l.gpc * each / cluster) + l.multiprocessors % l.gpc * each / cluster;
 }
 
 void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int cluster, bool all_resident,
@@ -196,6 +199,11 @@ void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int clus
   }
   if (cluster < 1 || cluster > l.max_cluster) fail("a cluster of %d blocks, %d at most", cluster, l.max_cluster);
   if (grid.x % static_cast<unsigned>(cluster) != 0) fail("%u blocks are no whole clusters of %d", grid.x, cluster);
+  if (cluster > 1 && resident_clusters(block, shared_bytes, cluster) == 0) {
+    const int gpc = std::min(l.gpc, l.multiprocessors);
+    fail("a cluster of %d blocks: a GPC of %d multiprocessors holds %d", cluster, gpc,
+         gpc * resident_blocks(block, shared_bytes));
+  }
   const size_t all = size_t{grid.x} * grid.y * grid.z;
   const size_t room = static_cast<size_t>(l.multiprocessors) * resident_blocks(block, shared_bytes);
   if (all_resident && all > room) fail("too many blocks in a cooperative launch: %zu, %zu fit the device", all, room);

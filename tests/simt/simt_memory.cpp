@@ -202,7 +202,7 @@ void barrier_init(uint64_t* word, unsigned arrivals) {
     if (m.word == word) fail("mbarrier_init: the mbarrier at offset %td exists already", offset(block, word));
   }
   *word = magic(word);
-  block.mbarriers.push_back({word, arrivals, arrivals, 0, 0, nullptr});
+  block.mbarriers.push_back({word, arrivals, arrivals, 0, 0, nullptr, false});
   progress();
 }
 
@@ -223,11 +223,13 @@ void barrier_arrive_remote(uint64_t* word, unsigned rank) {
   maybe_yield();
   Block& other = peer("mbarrier_arrive_remote", rank);
   auto* there = reinterpret_cast<uint64_t*>(other.shared + offset(*running->block, word));
-  take_arrival(find(other, "mbarrier_arrive_remote", there), other, "mbarrier_arrive_remote");
+  Mbarrier& m = find(other, "mbarrier_arrive_remote", there);
+  m.beyond |= &other != running->block;
+  take_arrival(m, other, "mbarrier_arrive_remote");
   maybe_yield();
 }
 
-bool barrier_done(uint64_t* word, unsigned parity, const Place& at) {
+bool barrier_done(uint64_t* word, unsigned parity, bool of_cluster, const Place& at) {
   if (!clusters_exist()) return true;
   Block& block = *running->block;
   if (parity > 1) fail("mbarrier_done: a parity of %u", parity);
@@ -238,7 +240,15 @@ bool barrier_done(uint64_t* word, unsigned parity, const Place& at) {
     if (!done()) return false;
   }
   running->waits = nullptr;
-  race_acquire(find(block, "mbarrier_done", word).past);
+  const Mbarrier& m = find(block, "mbarrier_done", word);
+  if (m.beyond && !of_cluster) {
+    fail(
+        "mbarrier_done: other blocks of the cluster come to the mbarrier at offset %td: mbarrier_done_cluster sees "
+        "what "
+        "they did",
+        offset(block, word));
+  }
+  race_acquire(m.past);
   return true;
 }
 
@@ -256,9 +266,10 @@ void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4])
   maybe_yield();
   Block& own = *running->block;
   check_shared("store_async_16", own, p, 16, 16);
+  if (own.cluster->blocks.size() < 2) fail("store_async_16: undefined in a cluster of one block");
   Block& other = peer("store_async_16", rank);
   auto* there = reinterpret_cast<uint64_t*>(other.shared + offset(own, word));
-  find(other, "store_async_16", there);
+  find(other, "store_async_16", there).beyond |= &other != &own;
   Store store = {&other, other.shared + offset(own, p), there, {v[0], v[1], v[2], v[3]}, nullptr};
   race_write(store.to, 16, __builtin_return_address(0));
   race_release(store.past);

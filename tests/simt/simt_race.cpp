@@ -36,6 +36,7 @@ struct Time {
   Clock seen;
   uint32_t now;
   Clock fenced;
+  Clock read;  // what relaxed reads have to tell, once there is a fence behind them
 };
 
 std::vector<Time> times;
@@ -204,7 +205,7 @@ void race_start(size_t threads, size_t actors) {
   words.clear();
   last_page = nullptr;
   const Clock none = std::make_shared<std::vector<uint32_t>>(all, 0);
-  times.assign(all, {none, 1, nullptr});
+  times.assign(all, {none, 1, nullptr, nullptr});
   who.clear();
   for (const auto& block : blocks) who.insert(who.end(), block->fibers.begin(), block->fibers.end());
 }
@@ -254,7 +255,13 @@ void race_acquire_word(const void* word) {
   const auto found = words.find(word);
   if (found != words.end()) race_acquire(found->second);
 }
+void race_read_word(const void* word) {
+  const auto found = words.find(word);
+  if (found != words.end()) race_merge(times[running->together].read, found->second);
+}
 void race_fence() {
+  race_acquire(times[running->together].read);
+  times[running->together].read = nullptr;
   Clock past = nullptr;
   race_release(past);
   times[running->together].fenced = past;

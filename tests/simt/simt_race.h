@@ -8,7 +8,8 @@
 //   mbarriers, store_release, add_release            who waits or acquires has seen the past of who arrived or released
 //   named barriers                                   who waits has seen the past of all that came
 //   wgmma_wait, bulk_wait                            what the product or the copy has read and written
-//   atomics, store_fresh_16                          what was before the writer's last __threadfence
+//   atomics, load_fresh_16, store_fresh_16           what was before the writer's last __threadfence, for who has one
+//                                                    behind the read: relaxed, they acquire nothing themselves
 // Shuffles, votes, mma and ldmatrix order nothing, as CUDA has it.
 #pragma once
 
@@ -34,6 +35,7 @@ void race_acquire(const Clock& at);
 void race_release_word(const void* word, bool add);
 void race_relaxed_word(const void* word, bool add);  // releases what was fenced
 void race_acquire_word(const void* word);
+void race_read_word(const void* word);  // relaxed: acquires with the next race_fence
 void race_fence();
 void race_merge(Clock& at, const Clock& other);
 // By the executor, for an instruction at that place of the code.
@@ -57,6 +59,7 @@ inline void race_acquire(const Clock&) {}
 inline void race_release_word(const void*, bool) {}
 inline void race_relaxed_word(const void*, bool) {}
 inline void race_acquire_word(const void*) {}
+inline void race_read_word(const void*) {}
 inline void race_fence() {}
 inline void race_merge(Clock&, const Clock&) {}
 inline void race_read(const void*, size_t, const void*) {}
