@@ -1,7 +1,7 @@
 # make demo   set everything up, then run the main job (report/index.html)
 # make test   set everything up, then run the tests
 # make bench  set everything up, then time every op against its peers
-# make gpu    on a machine with a GPU whose own Python has torch, triton, ninja and the test extras: build, test, time
+# make gpu    on a machine with a GPU: build and smoke, test, time, in three stages (benchmarks/GPU.md); make gpu-1 for one
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ TRITON_NEWEST := 3.9.0
 
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: demo test test-slow bench gpu lint format build wheel clean
+.PHONY: demo test test-slow bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
 
 # The demo needs kernels for the GPUs that are here, if any; test, bench and wheel build them all. What the user sets wins.
 demo: export SEQKERN_CUDA_ARCHS ?= present
@@ -55,10 +55,12 @@ build/triton-%: | $(VENV)/.stamp
 wheel: build
 	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .
 
+# By that machine's own Python. GPU=... for more arguments, DEVICE=cpu for a dry run.
 gpu:
-	SEQKERN_CUDA_ARCHS=native $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m benchmarks --device cuda
+	$(PYTHON) -m benchmarks.gpu $(GPU)
+
+gpu-1 gpu-2 gpu-3: gpu-%:
+	$(PYTHON) -m benchmarks.gpu --stage $* $(GPU)
 
 lint: build
 	$(VENV)/bin/ruff check .

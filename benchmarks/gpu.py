@@ -303,7 +303,7 @@ def print_and(log: Callable[[str], None]) -> Callable[[str], None]:
 STAGES = {1: stage1, 2: stage2, 3: stage3}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument(
         "--stage", type=int, nargs="+", choices=STAGES, default=list(STAGES), help="which (default: all)"
@@ -324,7 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backends", help="stage 1: triton,cuda")
     parser.add_argument("--cases", help="stage 1: a Python file whose CASES are run instead")
     parser.add_argument("--pick", help="stage 2: pytest's -k")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

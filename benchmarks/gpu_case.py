@@ -67,8 +67,10 @@ def _number(ratio: float) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     op, dtype, backend, device, limit, *file = arguments
+    faulthandler.enable()  # a signal ends the process with a traceback
     case = cases_of(file[0] if file else None)[op]
-    torch.zeros(1, device=device)  # what a GPU takes to begin is not the case's
+    with poison():  # what a GPU takes to begin, and what torch imports late, is not the case's time
+        torch.zeros(1, device=device)
     faulthandler.dump_traceback_later(float(limit), exit=True)
     row = run(case, DTYPES[dtype], backend, device)
     faulthandler.cancel_dump_traceback_later()

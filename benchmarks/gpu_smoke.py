@@ -112,22 +112,28 @@ def _judge(plan: Plan, case: tuple[str, str, str], ended: Ended, cut: bool) -> R
     if ended.late and cut:
         return _row(plan, case, "not run", "the stage's time was over before it ended", ended.seconds)
     if ended.late or re.search(r"^Timeout \(", ended.errors, re.MULTILINE):
-        frames = [line.strip() for line in ended.errors.splitlines() if line.startswith("  File")]
-        why = f"longer than {plan.case_limit:g} s, in {' < '.join(frames[:4]) or 'no frame of Python'}"
+        why = f"longer than {plan.case_limit:g} s, {_where(ended.errors)}"
         return _row(plan, case, "timed out", why, ended.seconds)
     written = [line for line in ended.output.splitlines() if line.startswith('{"outcome"')]
     if ended.code == 0 and written:
         found = json.loads(written[-1])
         return _row(plan, case, found.pop("outcome"), found.pop("why"), ended.seconds) | found
-    name = signal.Signals(-ended.code).name if ended.code < 0 else f"exit code {ended.code}"
-    return _row(plan, case, "failed", f"{name}: {_last_words(ended.errors)}", ended.seconds)
+    if ended.code < 0:
+        why = f"{signal.Signals(-ended.code).name}, {_where(ended.errors)}"
+    else:
+        why = f"exit code {ended.code}: {_last_words(ended.errors)}"
+    return _row(plan, case, "failed", why, ended.seconds)
+
+
+def _where(errors: str) -> str:
+    """The innermost frames of a traceback by faulthandler."""
+    frames = re.findall(r'^  File "(?:.*/)?([^/"]+)", line (\d+) in (\S+)', errors, re.MULTILINE)
+    return "in " + (" < ".join(f"{function} ({file}:{line})" for file, line, function in frames[:6]) or "no frame")
 
 
 def _last_words(errors: str) -> str:
-    """The message at the end of a traceback; what comes before the frames where a signal ended the process."""
+    """The message at the end of a traceback."""
     lines = [line for line in errors.splitlines() if line.strip()]
-    if fatal := next((line for line in lines if line.startswith("Fatal Python error")), ""):
-        return fatal
     start = max((i for i, line in enumerate(lines) if line.startswith("  ")), default=-1) + 1
     return " ".join(lines[start:] or lines[-1:])[-600:] or "it wrote nothing"
 
