@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from seqkern.ops._recording import exports_onnx
+
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 # Of these, those that are avx512 but for the products of what is here, in bfloat16.
@@ -178,7 +180,9 @@ def release_memory() -> None:
 
     CPU results of 1 MB and more keep their memory for one another when they are freed, at most 512 MB of it: fresh
     pages would cost an op that only streams most of its time. The environment variable SEQKERN_CACHE_MB sets another
-    limit, 0 for none: then results can be resized in place as well, which memory that is kept does not allow.
+    limit, 0 for none. Memory that is kept cannot grow: `resize_` of such a result to more elements raises torch's
+    "Trying to resize storage that is not resizable". A copy can, `result.clone().resize_(...)`, and so can every result
+    with the limit 0.
 
     Raises:
         Nothing.
@@ -317,8 +321,8 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
     """
     device = tensor.device.type
     choice = _backend
-    if choice == "reference":
-        return choice
+    if choice == "reference" or exports_onnx():
+        return "reference"
     if choice == "auto":
         if device != "cuda":
             choice = "cpu"

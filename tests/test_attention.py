@@ -529,6 +529,7 @@ def test_backends_agree(backend, dtype, passes):
 
 Q = torch.randn(2, 4, 5, 8)
 sdpa, attention = seqkern.scaled_dot_product_attention, seqkern.attention
+LEARNT = torch.ones((), requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -557,7 +558,8 @@ sdpa, attention = seqkern.scaled_dot_product_attention, seqkern.attention
         (ValueError, "dropout_p must be a probability.*got 1.5", lambda: sdpa(Q, Q, Q, dropout_p=1.5)),
         (ValueError, "dropout_p must be a probability.*got nan", lambda: attention(Q, Q, Q, dropout_p=math.nan)),
         (TypeError, "dropout_p must be a probability, got None", lambda: sdpa(Q, Q, Q, dropout_p=None)),
-        (TypeError, "scale must be a number or None, got a tensor", lambda: sdpa(Q, Q, Q, scale=torch.ones(()))),
+        (TypeError, "scale must be .*, got one that wants a gradient; multiply", lambda: sdpa(Q, Q, Q, scale=LEARNT)),
+        (TypeError, r"scale must be .*, got shape \(1,\); multiply", lambda: sdpa(Q, Q, Q, scale=torch.ones(1))),
         (TypeError, "scale must be a number or None, got '1'", lambda: attention(Q, Q, Q, scale="1")),
         (ValueError, "scale must be a finite float32 number, got 1e\\+39", lambda: attention(Q, Q, Q, scale=1e39)),
     ],

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
+from seqkern.ops._recording import record_module
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
@@ -24,6 +26,8 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return record_module(self, {"input": input})
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -40,6 +44,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return record_module(self, {"x": x})
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -75,6 +81,8 @@ class AddLayerNorm(torch.nn.LayerNorm):
         self.dropout = _probability("AddLayerNorm", dropout)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if isinstance(input, Proxy):
+            return record_module(self, {"input": input, "residual": residual})
         return add_layer_norm(
             input, residual, self.normalized_shape, self.weight, self.bias, self.eps, self.dropout, self.training
         )
@@ -114,6 +122,8 @@ class AddRMSNorm(torch.nn.RMSNorm):
         self.dropout = _probability("AddRMSNorm", dropout)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if isinstance(input, Proxy):
+            return record_module(self, {"input": input, "residual": residual})
         return add_rms_norm(input, residual, self.normalized_shape, self.weight, self.eps, self.dropout, self.training)
 
     def extra_repr(self) -> str:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn import LayerNorm  # by name: users may put seqkern's modules in the place of torch.nn's
 from torch.nn.utils.rnn import PackedSequence
 
-from seqkern.ops._rnn_checks import check_pair, check_probability, check_state, check_zoneout
+from seqkern.ops._recording import check_not_nested, exports_onnx, record_module
+from seqkern.ops._rnn_checks import NO_NESTED, check_pair, check_probability, check_state, check_zoneout
 from seqkern.ops.rnn import (
     CELLS,
     gru,
@@ -67,6 +69,11 @@ class _Recurrent(torch.nn.RNNBase):
         except KeyError:  # under a parametrization, or in a replica, they are attributes only
             return [getattr(self, name) for name in names]
 
+    def _options(self, lengths: Any, resets: Any) -> bool:
+        """Whether anything is asked for that torch's networks have not."""
+        given = lengths is not None or resets is not None or self.layer_norm or self.peephole
+        return given or bool(self.recurrent_dropout) or self.zoneout not in (0, (0, 0))
+
     def _sides(self) -> tuple[str, ...]:
         return ("ih", "hh", "c") if self.mode == "LSTM" else ("ih", "hh")
 
@@ -85,7 +92,6 @@ class _Recurrent(torch.nn.RNNBase):
         self,
         input: Tensor | PackedSequence,
         hx: Any = None,
-        *,
         lengths: Any = None,
         resets: Tensor | None = None,
     ) -> tuple[Any, ...]:
@@ -96,12 +102,18 @@ class _Recurrent(torch.nn.RNNBase):
     ) -> tuple[Any, ...]:
         """Output, final state and, if wanted, all c, in the form of the input."""
         name = type(self).__name__
+        if exports_onnx() and not (return_all_c or self._options(lengths, resets)):
+            return super().forward(input, hx)
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError(f"{name}: lengths must be None beside a packed sequence, which has its own")
             return self._run_packed(input, hx, resets, return_all_c)
+        if isinstance(input, Proxy):
+            given = {"input": input, "hx": hx, "lengths": lengths, "resets": resets, "return_all_c": return_all_c}
+            return record_module(self, given)
         if not isinstance(input, Tensor):
             raise TypeError(f"{name}: input must be a tensor, got {type(input).__name__}")
+        check_not_nested(name, "input", input, NO_NESTED)
         if input.dim() not in (2, 3):
             raise ValueError(f"{name}: input must have 2 or 3 dimensions, got shape {tuple(input.shape)}")
         if input.dim() == 3:
@@ -188,7 +200,7 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         recompute: saves less for backward, which finds the gates again.
 
     Shape: input (T, B, I), (B, T, I) with batch_first, (T, I) without a batch, or a `PackedSequence`, which comes out
-    packed as torch's does. forward(input, hx=None, *, lengths=None, resets=None, return_all_c=False): see
+    packed as torch's does. forward(input, hx=None, lengths=None, resets=None, return_all_c=False): see
     `seqkern.lstm`, for dtypes and errors as well. The backward pass runs in eval mode too.
 
     torch.compile breaks the graph at every instance of `torch.nn.LSTM`, this one among them, unless
@@ -230,7 +242,6 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         self,
         input: Tensor | PackedSequence,
         hx: tuple[Tensor, Tensor] | None = None,
-        *,
         lengths: Any = None,
         resets: Tensor | None = None,
         return_all_c: bool = False,
@@ -383,8 +394,11 @@ class RNNCell(torch.nn.RNNCell):
 
 def _run_cell(module: torch.nn.RNNCellBase, function: Callable[..., Any], mode: str, input: Tensor, hx: Any) -> Any:
     name = type(module).__name__
+    if isinstance(input, Proxy):
+        return record_module(module, {"input": input, "hx": hx})
     if not isinstance(input, Tensor):
         raise TypeError(f"{name}: input must be a tensor, got {type(input).__name__}")
+    check_not_nested(name, "input", input, NO_NESTED)
     if input.dim() not in (1, 2):
         raise ValueError(f"{name}: input must have 1 or 2 dimensions, got shape {tuple(input.shape)}")
     _check_features(name, input, module.input_size)

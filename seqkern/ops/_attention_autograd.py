@@ -89,6 +89,7 @@ class _Attention(torch.autograd.Function):
             _AttentionBackward, _AttentionBackwardEager, torch.is_grad_enabled(),
             grad_out, grad_lse, *saved, *ctx.numbers, need_mask, need_slopes, need_sinks,
         )  # fmt: skip
+        others = list(others)  # to Dynamo before 2.12, the rest of a tuple is a tuple
         grad_mask = others.pop(0) if need_mask else None
         grad_slopes = others.pop(0) if need_slopes else None
         grad_sinks = others.pop(0) if need_sinks else None

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import FLOATING, readable, transforms_active
+from seqkern.ops._recording import check_not_nested
 
 _INTEGERS = (torch.int32, torch.int64)
 _NO_NUMBERS = (str, Tensor, list, tuple, dict)
+_NO_NESTED = (
+    "pass values() and offsets() of one with the layout torch.jagged to seqkern.attention_varlen, or pad it by "
+    "torch.nested.to_padded_tensor and pass key_lengths to seqkern.attention"
+)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -28,6 +34,7 @@ def check_tensors(op: str, *tensors: Tensor, least: int, most: int | None = None
     for name, t in zip(("query", "key", "value"), tensors, strict=False):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        check_not_nested(op, name, t, _NO_NESTED)
         if t.dim() < least or (most is not None and t.dim() > most):
             wanted = f"{least}" if most == least else f"at least {least}"
             raise ValueError(f"{op}: {name} must have {wanted} dimensions, got shape {shape_of(t)}")
@@ -72,10 +79,9 @@ def check_batch(op: str, query: Tensor, key: Tensor, value: Tensor | None, names
 
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not autocasts(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
@@ -114,11 +120,17 @@ def check_dropout(op: str, dropout_p: float) -> float:
     return dropout_p
 
 
-def check_scale(op: str, scale: float | None, head_dim: int) -> float:
+def check_scale(op: str, scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(max(head_dim, 1))
     if isinstance(scale, Tensor):
-        raise TypeError(f"{op}: scale must be a number or None, got a tensor: scale the query for a gradient of it")
+        if scale.dim() or scale.requires_grad:  # as torch: a number in a tensor is one
+            got = "one that wants a gradient" if scale.requires_grad else f"shape {shape_of(scale)}"
+            raise TypeError(
+                f"{op}: scale must be a number, a tensor of no dimensions without a gradient, or None, got {got}; "
+                "multiply the query by it instead, with scale=1"
+            )
+        scale = scale.item()
     if isinstance(scale, _NO_NUMBERS):
         raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
     if not abs(scale) <= _LARGEST:
@@ -182,7 +194,7 @@ def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> T
     The last two may be 1 as well, unless it wants a gradient: autograd sums over what is expanded here.
     """
     dtypes = (torch.bool, torch.float32, query.dtype)
-    if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(query.device.type):
+    if isinstance(mask, Tensor) and mask.is_floating_point() and autocasts(query):
         mask = mask if mask.dtype in dtypes else mask.to(query.dtype)
     _check_option(op, "attn_mask", mask, query, dtypes, f"bool, float32 or the query's dtype {query.dtype}")
     if query.dtype == torch.float64 and mask.dtype == torch.float32:

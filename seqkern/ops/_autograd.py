@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from seqkern.ops._recording import refuse_trace
+
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what every op takes
 
 _vjp: Any = torch.func.vjp  # its annotation has the three results of has_aux=True as well
@@ -92,6 +94,7 @@ def apply(
     if transforms_active():
         return _uncompiled()(function.apply, *args)
     if differentiable:
+        refuse_trace()
         return eager.apply(*args)
     return function.forward(*args)
 

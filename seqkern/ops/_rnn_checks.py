@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from seqkern import _library
+from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import FLOATING, readable
+from seqkern.ops._recording import check_not_nested
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 CELLS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
 GATES = (4, 3, 1, 1)
+NO_NESTED = "pad it by torch.nested.to_padded_tensor and pass lengths, or pass modules a PackedSequence"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Sizes:
 def check_tensor(op: str, name: str, t: Any, dim: int) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    check_not_nested(op, name, t, NO_NESTED)
     if t.dtype not in FLOATING:
         raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
     if t.dim() != dim:
@@ -87,11 +91,6 @@ def check_like(op: str, name: str, t: Any, input: Tensor, shape: Sequence[int]) 
     exempt = autocasts(input) and torch.float64 not in (t.dtype, input.dtype)  # autocast leaves float64 alone
     if t.dtype != input.dtype and not exempt:
         raise TypeError(f"{op}: {name} must have the input's dtype {input.dtype}, got {t.dtype}")
-
-
-def autocasts(input: Tensor) -> bool:
-    device = input.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
+from torch.nn.functional import scaled_dot_product_attention as _torchs
 
 from seqkern._library import backend_for
 from seqkern.ops._attention_autograd import run
@@ -29,6 +31,7 @@ from seqkern.ops._attention_checks import (
     shape_of,
 )
 from seqkern.ops._autograd import Cost
+from seqkern.ops._recording import exports_onnx, record
 
 
 def scaled_dot_product_attention(
@@ -82,6 +85,10 @@ def scaled_dot_product_attention(
         >>> torch.allclose(y, z, atol=1e-6)
         True
     """
+    if isinstance(query, Proxy):
+        return record(scaled_dot_product_attention, locals())
+    if exports_onnx():
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     op = "scaled_dot_product_attention"
     query, key, value = autocast(check_tensors(op, query, key, value, least=3 if enable_gqa else 2))
     check_types(op, query, key=key, value=value)
@@ -177,6 +184,8 @@ def attention(
         (torch.Size([1, 8, 1, 64]), torch.Size([1, 8, 1]))
         >>> recent = seqkern.attention(q, k, v, window=(15, 0), softcap=30.0, sinks=torch.zeros(8))
     """
+    if isinstance(query, Proxy):
+        return record(attention, locals())
     op = "attention"
     lower_right = check_align(op, causal_align)
     query, key, value = autocast(check_tensors(op, query, key, value, least=4, most=4))
@@ -265,6 +274,8 @@ def attention_varlen(
         >>> torch.equal(y[:3], first[0].transpose(0, 1))
         True
     """
+    if isinstance(query, Proxy):
+        return record(attention_varlen, locals())
     op = "attention_varlen"
     lower_right = check_align(op, causal_align)
     query, key, value = autocast(check_tensors(op, query, key, value, least=3, most=3))
@@ -336,6 +347,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         >>> torch.allclose(out, seqkern.attention(q, k, v), atol=1e-6)
         True
     """
+    if isinstance(out_a, Proxy):
+        return record(merge_attention, locals())
     op = "merge_attention"
     tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, t in tensors.items():

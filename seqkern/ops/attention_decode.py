@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from seqkern import _attention_cuda
 from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
@@ -25,7 +26,9 @@ from seqkern.ops._attention_checks import (
     prepare_slopes,
     shape_of,
 )
+from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import readable, transforms_active, wants_gradient
+from seqkern.ops._recording import record
 
 
 def attention_decode(
@@ -84,6 +87,8 @@ def attention_decode(
         >>> y = seqkern.attention_decode(q, keys, values, lengths, key=k, value=v)
         >>> lengths += 1
     """
+    if isinstance(query, Proxy):
+        return record(attention_decode, locals())
     op = "attention_decode"
     check_tensors(op, query, least=4, most=4)
     if (key is None) != (value is None):
@@ -94,7 +99,7 @@ def attention_decode(
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
         if t.dim() != 4:
             raise ValueError(f"{op}: {name} must have 4 dimensions, got shape {shape_of(t)}")
-    if torch.is_autocast_enabled(query.device.type):
+    if autocasts(query):
         query = query.to(key_cache.dtype)
         new = {name: t.to(key_cache.dtype) for name, t in new.items()}
     check_types(op, query, key_cache=key_cache, value_cache=value_cache, **new)

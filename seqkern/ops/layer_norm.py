@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from seqkern import _library, reference
 from seqkern._library import backend_for, kernel
@@ -23,6 +24,7 @@ from seqkern.ops._autograd import (
     transforms_active,
     wants_gradient,
 )
+from seqkern.ops._recording import of_jagged, record
 from seqkern.reference.dropout import dropout
 
 _is_compiling = torch.compiler.is_compiling
@@ -42,11 +44,12 @@ def layer_norm(
 
     Args:
         input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided; a tensor
-            whose trailing dimensions are not contiguous is copied once.
+            whose trailing dimensions are not contiguous is copied once. Or a nested one of layout torch.jagged, whose
+            output is nested alike.
         normalized_shape: the trailing dimensions to normalise over, at least one.
         weight: shape normalized_shape, or None for ones. Any floating dtype.
         bias: shape normalized_shape, or None for zeros. Any floating dtype.
-        eps: added to the variance, a number >= 0.
+        eps: added to the variance. As in torch it may be negative; what has no root then is NaN.
 
     Returns:
         A contiguous tensor of the input's shape and dtype.
@@ -71,6 +74,8 @@ def layer_norm(
         output = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
         if output is not None:
             return output
+    if isinstance(input, Proxy):
+        return record(layer_norm, locals())
     return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
 
 
@@ -86,7 +91,7 @@ def rms_norm(
         input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided.
         normalized_shape: the trailing dimensions to normalise over, at least one.
         weight: shape normalized_shape, or None for ones. Any floating dtype.
-        eps: added to the mean square, a number >= 0; None for the smallest step of float32 (of float64 for float64).
+        eps: added to the mean square; None for the smallest step of float32 (of float64 for float64).
 
     Returns:
         A contiguous tensor of the input's shape and dtype.
@@ -104,6 +109,8 @@ def rms_norm(
     """
     if _is_compiling():
         transforms_active()  # refuses before the compiler looks at a tensor
+    if isinstance(input, Proxy):
+        return record(rms_norm, locals())
     if eps is None:
         eps = _default_eps(input)
     if not _is_compiling() and _library._backend in ("auto", "cpu"):
@@ -153,6 +160,8 @@ def add_layer_norm(
         >>> x, sublayer = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         >>> y, x = seqkern.add_layer_norm(sublayer, x, (8,), dropout_p=0.1)
     """
+    if isinstance(input, Proxy):
+        return record(add_layer_norm, locals())
     dropped = dropout_p if training else 0.0
     return _add_norm("add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropped, seed, True)
 
@@ -190,6 +199,8 @@ def add_rms_norm(
         >>> torch.allclose(y, seqkern.rms_norm(x, (8,)))
         True
     """
+    if isinstance(input, Proxy):
+        return record(add_rms_norm, locals())
     dropped = dropout_p if training else 0.0
     return _add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False)
 
@@ -232,9 +243,7 @@ def _check(
             f"got shape {tuple(input.shape)}"
         )
     if eps is None or isinstance(eps, str):
-        raise TypeError(f"{op}: eps must be a number >= 0, got {eps!r}")
-    if not eps >= 0:
-        raise ValueError(f"{op}: eps must be a number >= 0, got {eps}")
+        raise TypeError(f"{op}: eps must be a number, got {eps!r}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
@@ -296,6 +305,13 @@ def _norm(
     eps: float,
     centred: bool,
 ) -> Tensor:
+    if isinstance(input, Tensor) and input.is_nested:
+
+        def of_rows(rows: Tensor) -> Tensor:
+            return _norm(op, rows, normalized_shape, weight, bias, eps, centred)
+
+        nested: Tensor = of_jagged(op, of_rows, len(normalized_shape), input=input)
+        return nested
     shape = _check(op, input, normalized_shape, weight, bias, eps)
     if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's ops: float32 there, no change on CPU
         input, weight, bias = _widen(input), _widen(weight), _widen(bias)
@@ -326,6 +342,13 @@ def _add_norm(
         results = _direct.layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, _direct.LARGEST)
         if results is not None:
             return results
+    if isinstance(input, Tensor) and input.is_nested:
+
+        def of_rows(rows: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+            return _add_norm(op, rows, added, normalized_shape, weight, bias, eps, dropout_p, seed, centred)
+
+        nested: tuple[Tensor, Tensor] = of_jagged(op, of_rows, len(normalized_shape), input=input, residual=residual)
+        return nested
     shape = _check(op, input, normalized_shape, weight, bias, eps)
     _check_residual(op, input, residual, dropout_p)
     seed = _check_seed(op, seed, input) if dropout_p else None

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Proxy
 
 from seqkern._library import backend_for
 from seqkern.ops._autograd import Cost, transforms_active
+from seqkern.ops._recording import record
 from seqkern.ops._rnn_autograd import run, run_cell
 from seqkern.ops._rnn_checks import (
     CELLS,
@@ -129,6 +131,8 @@ def lstm(
         >>> output[4:, 0].abs().max().item()
         0.0
     """
+    if isinstance(input, Proxy):
+        return record(lstm, locals())
     output, h_n, c_n, cells = _network(
         "lstm", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed, peepholes, return_all_c,
@@ -191,6 +195,8 @@ def gru(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
+    if isinstance(input, Proxy):
+        return record(gru, locals())
     return _network(
         "gru", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
@@ -242,6 +248,8 @@ def rnn_tanh(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
+    if isinstance(input, Proxy):
+        return record(rnn_tanh, locals())
     return _network(
         "rnn_tanh", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
@@ -285,6 +293,8 @@ def rnn_relu(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
+    if isinstance(input, Proxy):
+        return record(rnn_relu, locals())
     return _network(
         "rnn_relu", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
@@ -358,7 +368,7 @@ def _network(
             return_all_c and layer == num_layers - 1,
         )  # fmt: skip
         if cell == LSTM:
-            cells = state.pop()
+            *state, cells = state
         states.append(state)
         if dropout_p and layer < num_layers - 1:
             x = _dropout(x, dropout_p, derived_seed(seed, 3 * layer + DROPOUT) if own_seed else None)
@@ -448,6 +458,8 @@ def lstm_cell(
         >>> h.shape
         torch.Size([3, 8])
     """
+    if isinstance(input, Proxy):
+        return record(lstm_cell, locals())
     return _cell("lstm", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
@@ -484,6 +496,8 @@ def gru_cell(
         >>> seqkern.gru_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
+    if isinstance(input, Proxy):
+        return record(gru_cell, locals())
     return _cell("gru", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
@@ -514,6 +528,8 @@ def rnn_tanh_cell(
         >>> seqkern.rnn_tanh_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
+    if isinstance(input, Proxy):
+        return record(rnn_tanh_cell, locals())
     return _cell("rnn_tanh", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
@@ -542,6 +558,8 @@ def rnn_relu_cell(
         >>> seqkern.rnn_relu_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).min().item() >= 0
         True
     """
+    if isinstance(input, Proxy):
+        return record(rnn_relu_cell, locals())
     return _cell("rnn_relu", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 

@@ -39,14 +39,15 @@ def attention_scores(
     Beltagy, Peters and Cohan, "Longformer", 2020.
     """
     k = for_query_heads(key, query.shape[1], key_lengths)
-    z = query.to(k.dtype) @ k.mT * (1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale)
+    z = query.to(k.dtype) @ k.transpose(2, 3) * (1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale)
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     i, j = (torch.arange(t.shape[2], device=t.device) for t in (query, key))
     distance = i[:, None] + diagonal - j
     if alibi_slopes is not None:
         z = z - alibi_slopes[..., None, None].to(z.dtype) * distance.abs()
-    visible = ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
+    visible = torch.ones_like(distance, dtype=torch.bool) if left < 0 else distance <= left
+    visible = visible if right < 0 else visible & (-distance <= right)
     if key_lengths is not None:
         visible = visible & (j < key_lengths[:, None, None, None])
     if attn_mask is not None and attn_mask.dtype == torch.bool:

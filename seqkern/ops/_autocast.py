@@ -1,0 +1,20 @@
+"""Whether autocast is at work, asked in a way that torch.compile of every torch from 2.10 on can trace.
+
+Dynamo of 2.10 and 2.11 does not know `torch.amp.is_autocast_available`, so it is asked here, once, when seqkern is
+imported (tests/test_versions.py keeps such functions out of what is compiled).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Of the devices that torch has names for, those for which torch.is_autocast_enabled raises.
+_DEVICES = ("meta", "lazy", "ve", "vulkan", "fpga", "hip")
+_WITHOUT = frozenset(device for device in _DEVICES if not torch.amp.is_autocast_available(device))
+
+
+def autocasts(t: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device."""
+    device = t.device.type
+    return device not in _WITHOUT and torch.is_autocast_enabled(device)
