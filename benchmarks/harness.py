@@ -11,7 +11,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from seqkern.ops._autograd import Cost
 from seqkern.testing import ErrorReport
 
 Thunk = Callable[[], Any]
+
+# Set by `python -m benchmarks --quick`: a tenth of the rounds, and no peer that has to be compiled first.
+quick = False
 
 
 def chosen_device(config: Any) -> str:
@@ -158,6 +161,9 @@ def compete(benchmark: Any, contest: Contest, *, budget: float = 2.0, min_rounds
     failed = [str(report) for report in contest.gate() if not report.passed]
     assert not failed, "wrong result, not timed:\n" + "\n".join(failed)
 
+    if quick:
+        budget, min_rounds = budget / 10, 3
+        contest = replace(contest, peers={name: call for name, call in contest.peers.items() if "compile" not in name})
     before = bandwidth(contest.device, contest.reads)
     contestants = {"seqkern": contest.ours, **contest.peers}
     for call in contestants.values():  # compile, allocate, warm the caches

@@ -7,31 +7,34 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+try:
+    import rich.console
+    import rich.table
+except ModuleNotFoundError:  # then the same table in plain text
+    HAS_RICH = False
+else:
+    HAS_RICH = True
+
+CAPTION = "speedup: median of the round-by-round ratios and quartiles; above 1 seqkern wins"
 
 
 def load(path: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The machine and the cases of a result file."""
+    """The machine and the cases of a result file; of a run that was interrupted, those that were timed."""
     stored = json.loads(path.read_text())
-    return stored["machine_info"]["seqkern"], [b["extra_info"] for b in stored["benchmarks"] if b["extra_info"]]
+    cases = [b["extra_info"] for b in stored["benchmarks"] if "peers" in b["extra_info"]]
+    return stored["machine_info"]["seqkern"], cases
 
 
-def table(cases: list[dict[str, Any]]) -> Table:
+def table(cases: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, head and cells of the table of all cases."""
     peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
     threads = sorted({case["threads"] for case in cases})
-    result = Table(
-        title=f"{', '.join(map(str, threads))} threads",
-        caption="speedup: median of the round-by-round ratios and quartiles; above 1 seqkern wins",
-    )
-    for column in ("op", "shape", "dtype", "mode"):
-        result.add_column(column, no_wrap=True)
     stepwise = any("microseconds_per_step" in case for case in cases)
     step_columns = ("us a step",) if stepwise else ()
-    for column in ("seqkern ms", *step_columns, *(f"vs {name}" for name in peers), "GFLOP/s", "GB/s", "of roofline"):
-        result.add_column(column, justify="right", no_wrap=True)
-    for case in cases:
-        result.add_row(
+    versus = (f"vs {name}" for name in peers)
+    head = [*LABELS, "seqkern ms", *step_columns, *versus, "GFLOP/s", "GB/s", "of roofline"]
+    rows = [
+        [
             _named(case),
             *(case[key] for key in ("shape", "dtype", "mode")),
             f"{case['milliseconds']:.3f}",
@@ -40,8 +43,43 @@ def table(cases: list[dict[str, Any]]) -> Table:
             f"{case['gflops_per_second']:.1f}",
             f"{case['gbytes_per_second']:.1f}",
             f"{case['share_of_roofline']:.0%}",
-        )
-    return result
+        ]
+        for case in cases
+    ]
+    return f"{', '.join(map(str, threads))} threads", head, rows
+
+
+LABELS = ("op", "shape", "dtype", "mode")  # columns of words; the others are numbers
+
+
+def show(machine: dict[str, str], cases: list[dict[str, Any]]) -> None:
+    """Prints the machine and the table."""
+    title, head, rows = table(cases)
+    if not HAS_RICH:
+        print(plain(machine, title, head, rows))
+        return
+    console = rich.console.Console(width=None if rich.console.Console().is_terminal else 180)
+    for label, value in machine.items():
+        console.print(f"[bold]{label}[/bold]  {value}", highlight=False)
+    drawn = rich.table.Table(title=title, caption=CAPTION)
+    for name in head:
+        drawn.add_column(name, justify="left" if name in LABELS else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    console.print(drawn)
+
+
+def plain(machine: dict[str, str], title: str, head: list[str], rows: list[list[str]]) -> str:
+    """The same as text."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if name in LABELS else cell.rjust(width)
+            for name, cell, width in zip(head, row, widths, strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+    return "\n".join([*(f"{label}  {value}" for label, value in machine.items()), title, *lines, CAPTION])
 
 
 def _named(case: dict[str, Any]) -> str:
@@ -95,13 +133,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="also draw the speedups into this file (.png, .svg, .pdf)")
     arguments = parser.parse_args()
     machine, cases = load(arguments.file)
-    console = Console(width=None if Console().is_terminal else 180)
-    for label, value in machine.items():
-        console.print(f"[bold]{label}[/bold]  {value}", highlight=False)
-    console.print(table(cases))
+    show(machine, cases)
     if arguments.plot:
         plot(machine, cases, arguments.plot)
-        console.print(f"plot: {arguments.plot}", highlight=False)
+        print(f"plot: {arguments.plot}")
 
 
 if __name__ == "__main__":
