@@ -17,6 +17,7 @@ import torch
 from examples.console import console, progress, sweep_table, verification_table
 from seqkern import _library
 from seqkern.testing import CASES, check_case, layer_norm_case, verify
+from seqkern.testing.random_options import outcomes, summarise
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,8 +90,24 @@ def run_with_progress() -> list[dict[str, Any]]:
     return rows
 
 
+RANDOM_CASES = 2000
+
+
+def random_options(count: int = RANDOM_CASES) -> dict[str, Any]:
+    """The error rule on ops, options, sizes and dtypes drawn at random: how many break it, and by how much."""
+    found = []
+    with progress("random options", count) as advance:
+        for outcome in outcomes(count):
+            found.append(outcome)
+            advance(outcome.case.op)
+    summary = summarise(found)
+    console.print(str(summary), markup=False, highlight=False)
+    return asdict(summary) | {"passed": summary.passed}
+
+
 if __name__ == "__main__":
     rows = run_with_progress()
     sweep = mean_sweep()
     console.print(verification_table(rows), sweep_table(sweep))
-    raise SystemExit(0 if all(row["passed"] for row in rows + sweep) else 1)
+    drawn = random_options()
+    raise SystemExit(0 if all(row["passed"] for row in [*rows, *sweep, drawn]) else 1)

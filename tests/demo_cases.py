@@ -81,6 +81,8 @@ def synthetic_results() -> dict[str, Any]:
             {"mean": 1e2, "std": 1.0, "errors": {"output": [1e-7, 3e-2]}, "passed": True},
             {"mean": 1e4, "std": 0.01, "errors": {"dx": [2e-7, 4e-2], "output": [3e-7, 5e-6]}, "passed": True},
         ],
+        "random_options": {"cases": 2000, "tensors": 14252, "violations": 13, "worst_share": 2.75,
+                           "worst": "grad query of attention(scale=0.5) in float32", "passed": True},
         "cost": quadratic_cost.analyse(
             [*synthetic_points(), Point("seqkern", "forward", 16384, 1.0, 1.0, 1.0, 3)], RATES
         ),

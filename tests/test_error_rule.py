@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from seqkern.testing import attention_case, check_case, compare
-from seqkern.testing.random_options import outcomes, random_case, summarise
-
-# Of independent roundings the larger is now and then more than twice the other: measured on 2,000 cases, 0.6 % of them.
-MOST_VIOLATIONS, WORST_SHARE = 0.01, 4.0
+from seqkern.testing.random_options import Summary, outcomes, random_case, summarise
 
 
 def test_numbers_stand_for_cases():
@@ -28,8 +25,7 @@ def test_random_options(count, capsys):
     with capsys.disabled():
         print(f"\n{summary}")
     assert summary.cases == count
-    assert summary.violations <= max(1, MOST_VIOLATIONS * count), summary
-    assert summary.worst_share <= WORST_SHARE, summary
+    assert summary.passed, summary
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "alibi_slopes", "sinks"])
@@ -49,9 +45,14 @@ def test_summary_counts_violations():
     found = list(outcomes(3))
     wrong = replace(found[1].reports[0], error=3 * found[1].reports[0].bound, passed=False)
     summary = summarise([found[0], replace(found[1], reports=[wrong, *found[1].reports[1:]]), found[2]])
-    assert (summary.cases, summary.violations) == (3, 1)
+    assert (summary.cases, summary.violations, summary.passed) == (3, 1, True)
     assert summary.worst_share == pytest.approx(3)
     assert re.match(r"1 of 3 random option sets \(33\.33%\) break", str(summary))
+
+
+@pytest.mark.parametrize(("violations", "share", "passed"), [(20, 4.0, True), (21, 1.1, False), (1, 4.1, False)])
+def test_many_or_large_violations_fail(violations, share, passed):
+    assert Summary(2000, 14000, violations, share, "one").passed == passed
 
 
 def test_nan_is_the_worst():

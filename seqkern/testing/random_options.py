@@ -22,6 +22,8 @@ from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
 from seqkern.testing.rnn import rnn_case, rnn_cell_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Of two independent roundings one is now and then more than twice the other: 0.5 % of 2,000 cases break the bound so.
+MOST_VIOLATIONS, WORST_SHARE = 0.01, 4.0
 LENGTHS = (1, 2, 3, 7, 16, 31, 33, 64, 65, 97)
 
 
@@ -60,6 +62,11 @@ class Summary:
     violations: int
     worst_share: float
     worst: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether violations are as few and as small as those of right kernels."""
+        return self.violations <= max(1, MOST_VIOLATIONS * self.cases) and self.worst_share <= WORST_SHARE
 
     def __str__(self) -> str:
         return (
