@@ -182,8 +182,10 @@ _EXCEPTIONS = {
     ("wgmma", "forward", 2, 1): (64, 32, 8, 2),
     ("wgmma", "forward", 2, 2): (64, 32, 8, 2),
     ("wgmma", "grad_query", 2, 2): (32, 16, 8, 1),
+    ("wgmma", "grad_key_value", 0, "softcap"): (32, 128, 8, 2),  # 40 bytes in blocks of 64 on sm_90
     ("wgmma", "grad_key_value", 1, 2): (16, 64, 8, 2),
     ("mma", "grad_query", 0, "alibi"): (128, 16, 8, 2),
+    ("mma", "grad_query", 1, 2): (128, 16, 8, 1),  # 8 bytes with two stages on sm_80
     ("mma", "grad_query", 2, 2): (32, 16, 8, 1),
     ("mma", "grad_key_value", 0, 2): (16, 64, 8, 1),
     ("mma", "grad_key_value", 1, 2): (16, 64, 8, 1),
