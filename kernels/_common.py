@@ -81,6 +81,29 @@ def multiprocessors(device: torch.device) -> int:
     return 2
 
 
+class Room(NamedTuple):
+    """Of a GPU: multiprocessors, the programs that each runs at once, and bytes of the second-level cache."""
+
+    multiprocessors: int
+    programs: int
+    cache: int
+
+
+def room(device: torch.device) -> Room:
+    """Off the GPU a little of each, so that tests cross every loop."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
+    return Room(multiprocessors(device), 2, cache)
+
+
+def programs_at_once(launch: Launch) -> int:
+    """How many programs of a launch, 1 to 4, have room among the registers of a multiprocessor. Launches nothing."""
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
+    compiled._init_handles()  # the kernel of the launch to come: loaded here, it is not loaded again
+    registers = max(8, triton.cdiv(compiled.n_regs, 8) * 8) * 32 * launch.num_warps
+    return max(1, min(4, 65536 // registers))
+
+
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b. PRECISION, "ieee" or "tf32", concerns float32 operands only."""
