@@ -42,7 +42,7 @@ def run(plan: Iterable[Launch], device: torch.device) -> None:
             return run(plan, torch.device("cuda"))
     for step in plan:
         if 0 not in step.grid:
-            options = {"num_warps": step.num_warps, "num_stages": step.num_stages}
+            options = {"num_warps": step.num_warps, "num_stages": step.num_stages, "enable_fp_fusion": True}
             if step.registers is not None and torch.version.hip is None:
                 options["maxnreg"] = step.registers
             step.kernel[step.grid](*step.arguments, **step.constants, **options)
@@ -79,6 +79,29 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2
+
+
+class Room(NamedTuple):
+    """Of a GPU: multiprocessors, the programs that each runs at once, and bytes of the second-level cache."""
+
+    multiprocessors: int
+    programs: int
+    cache: int
+
+
+def room(device: torch.device) -> Room:
+    """Off the GPU a little of each, so that tests cross every loop."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
+    return Room(multiprocessors(device), 2, cache)
+
+
+def programs_at_once(launch: Launch) -> int:
+    """How many programs of a launch, 1 to 4, have room among the registers of a multiprocessor. Launches nothing."""
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
+    compiled._init_handles()  # the kernel of the launch to come: loaded here, it is not loaded again
+    registers = max(8, triton.cdiv(compiled.n_regs, 8) * 8) * 32 * launch.num_warps
+    return max(1, min(4, 65536 // registers))
 
 
 @triton.jit

@@ -50,11 +50,13 @@ import triton.language as tl
 from ._common import (
     TRITON_DTYPE,
     Launch,
+    Room,
     accumulator,
     aligned,
     dropout_scalars,
     keep_mask,
-    multiprocessors,
+    programs_at_once,
+    room,
     rounded,
     run,
     scalar,
@@ -368,6 +370,8 @@ def _backward_long_kernel(
     grad_residual_ptr,
     grad_input_ptr,
     shift_ptr,
+    partial_weight_ptr,
+    partial_bias_ptr,
     grad_stride,
     sum_stride,
     stride,
@@ -377,50 +381,69 @@ def _backward_long_kernel(
     scale: tl.float64,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dx of one row a program; keeps the row's shift for the kernel below."""
+    """Every num_programs-th group of BLOCK_M long rows: their sums, then dx from the cache that they left warm.
+
+    With partial sums, the group's share is added to row program_id of them, which stays in the cache as well; without,
+    every row's shift is kept for the kernel below.
+    """
     grad_stride = aligned(grad_stride, ALIGNED)
     sum_stride = aligned(sum_stride, ALIGNED)
     stride = aligned(stride, ALIGNED)
     N = aligned(N, ALIGNED)
     scale = scalar(scale, ACC)
     seed = None if seed_ptr is None else tl.load(seed_ptr)
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    rstd = tl.load(rstd_ptr + row)
-    mean = tl.zeros([1], ACC)
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + row)
+    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+        mean = tl.zeros([BLOCK_M], ACC)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+        sum_d = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        sum_g = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        sum_gd = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        for first in range(0, N, BLOCK_N):
+            column, inside = _columns(first, N, BLOCK_N, True)
+            live = inside & (row < M)[:, None]
+            d = tl.where(live, _load(input_ptr, row, stride, column, live, ACC) - mean[:, None], 0.0)
+            g = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
+            g = _affine(g, weight_ptr, column, N, True)
+            sum_d += d
+            sum_g += g
+            sum_gd += g * d
+        shift = tl.zeros([BLOCK_M], ACC)
+        mean_g = tl.zeros([BLOCK_M], ACC)
+        if mean_ptr is not None:
+            shift = tl.sum(sum_d, 1) / N
+            mean_g = tl.sum(sum_g, 1) / N
+            if shift_ptr is not None:
+                tl.store(shift_ptr + row, shift, mask=row < M)
+        along = (tl.sum(sum_gd, 1) / N - shift * mean_g) * rstd  # sum(g xhat) / N
 
-    sum_d = tl.zeros([1, BLOCK_N], ACC)
-    sum_g = tl.zeros([1, BLOCK_N], ACC)
-    sum_gd = tl.zeros([1, BLOCK_N], ACC)
-    for first in range(0, N, BLOCK_N):
-        column, live = _columns(first, N, BLOCK_N, True)
-        d = tl.where(live, _load(input_ptr, row, stride, column, live, ACC) - mean[:, None], 0.0)
-        g = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
-        g = _affine(g, weight_ptr, column, N, True)
-        sum_d += d
-        sum_g += g
-        sum_gd += g * d
-    shift = tl.zeros([1], ACC)
-    mean_g = tl.zeros([1], ACC)
-    if mean_ptr is not None:
-        shift = tl.sum(sum_d, 1) / N
-        mean_g = tl.sum(sum_g, 1) / N
-        tl.store(shift_ptr + row, shift)
-    along = (tl.sum(sum_gd, 1) / N - shift * mean_g) * rstd  # sum(g xhat) / N
-
-    for first in range(0, N, BLOCK_N):
-        column, live = _columns(first, N, BLOCK_N, True)
-        xhat = (_load(input_ptr, row, stride, column, live, ACC) - mean[:, None] - shift[:, None]) * rstd[:, None]
-        g = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
-        g = _affine(g, weight_ptr, column, N, True)
-        dx = (g - mean_g[:, None] - xhat * along[:, None]) * rstd[:, None]
-        _gradients(
-            dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr,
-            row, sum_stride, N, first, column, live, seed, threshold, scale,
-        )  # fmt: skip
+        for first in range(0, N, BLOCK_N):
+            column, inside = _columns(first, N, BLOCK_N, True)
+            live = inside & (row < M)[:, None]
+            x = _load(input_ptr, row, stride, column, live, ACC)
+            xhat = (x - mean[:, None] - shift[:, None]) * rstd[:, None]
+            dy = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
+            g = _affine(dy, weight_ptr, column, N, True)
+            dx = (g - mean_g[:, None] - xhat * along[:, None]) * rstd[:, None]
+            _gradients(
+                dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr,
+                row, sum_stride, N, first, column, live, seed, threshold, scale,
+            )  # fmt: skip
+            again = (column < N) & (tile >= tl.num_programs(0))  # else the program's first group: nothing to add to
+            at = tl.program_id(0).to(tl.int64) * N + column
+            if partial_weight_ptr is not None:
+                so_far = tl.load(partial_weight_ptr + at, mask=again, other=0.0)
+                tl.store(partial_weight_ptr + at, so_far + tl.sum(dy * xhat, 0), mask=column < N)
+            if partial_bias_ptr is not None:
+                so_far = tl.load(partial_bias_ptr + at, mask=again, other=0.0)
+                tl.store(partial_bias_ptr + at, so_far + tl.sum(dy, 0), mask=column < N)
+        if partial_weight_ptr is not None or partial_bias_ptr is not None:
+            tl.debug_barrier()  # the next group reads the partial sums, in other threads perhaps than wrote them
 
 
 @triton.jit(do_not_specialize=["grad_stride", "stride", "M", "N"])
@@ -470,15 +493,19 @@ def _columns_kernel(
 
 
 @triton.jit(do_not_specialize=["PARTS", "N"])
-def _reduce_kernel(partial_ptr, grad_ptr, PARTS, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """grad = the sum of the PARTS partial rows."""
+def _reduce_kernel(partial_ptr, first_ptr, second_ptr, PARTS, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sums of the PARTS partial rows of each (PARTS, N) matrix: program_id(1) says of which."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    partial_ptr += tl.program_id(1).to(tl.int64) * PARTS * N
     total = tl.zeros([BLOCK_M, BLOCK_N], partial_ptr.dtype.element_ty)
     for first in range(0, PARTS, BLOCK_M):
         part = first + tl.arange(0, BLOCK_M)
         live = (part < PARTS)[:, None] & (column < N)[None, :]
         total += tl.load(partial_ptr + part.to(tl.int64)[:, None] * N + column[None, :], mask=live, other=0.0)
-    tl.store(grad_ptr + column, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=column < N)
+    if tl.program_id(1) == 0:
+        tl.store(first_ptr + column, tl.sum(total, 0), mask=column < N)
+    elif second_ptr is not None:
+        tl.store(second_ptr + column, tl.sum(total, 0), mask=column < N)
 
 
 # ---- plans and launchers ------------------------------------------------------------------------------------------
@@ -487,7 +514,7 @@ _TILE = 16 << 10  # bytes of accumulators in a tile: 16 floats a thread with 8 w
 _LONGEST = 32 << 10  # the longest row that fits registers, in the same bytes: 8192 floats, 32 a thread
 _NARROWEST = 64  # columns of a chunk: 128 bytes of bf16, a cache line
 _LONG_BLOCK = {"BLOCK_N": 4096}
-_LONG_BACKWARD_BLOCK = {"BLOCK_N": 2048}  # 4096: 20 bytes spill on sm_120 with fp32, RMS and dropout
+_LONG_BACKWARD_TILE = 2048  # elements. 4096: 20 bytes spill on sm_120 with fp32, RMS and dropout
 _COLUMNS_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}
 _REDUCE_BLOCK = {"BLOCK_M": 32, "BLOCK_N": 64}
 
@@ -552,13 +579,28 @@ def _plan_forward(input, residual, weight, bias, seed, eps, dropout_p, centred):
     return tuple(input.new_empty((0,), dtype=acc) if each is None else each for each in results), [launch]
 
 
-def _plan_reduce(partial, grad):
-    grid = (triton.cdiv(partial.size(1), _REDUCE_BLOCK["BLOCK_N"]),)
-    return Launch("layer_norm_reduce", _reduce_kernel, grid, (partial, grad, *partial.shape), _REDUCE_BLOCK, 4)
+def _plan_reduce(partials, grads):
+    """`partials` (1 or 2, parts, N), a matrix for each of the `grads`."""
+    count, parts, n = partials.shape
+    grid = (triton.cdiv(n, _REDUCE_BLOCK["BLOCK_N"]), count)
+    arguments = (partials, grads[0], grads[1] if count > 1 else None, parts, n)
+    return Launch("layer_norm_reduce", _reduce_kernel, grid, arguments, _REDUCE_BLOCK, 4)
 
 
-def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, need_weight, need_bias, programs):
-    """`mean` None: not centred. `programs` bounds the rows of the partial sums: twice the multiprocessors."""
+def _wave(n: int, dtype: torch.dtype, sums: int, room: Room) -> int:
+    """Rows of a group, with which long rows are read once: 0 where one group a multiprocessor outgrows the cache.
+
+    What has to stay there, of every group at once, are x and dy and the partial sums, `sums` rows of accumulators. Of
+    a row's bytes at N columns of S bytes, 5 N S go to memory without that (x and dy twice, dx) and 3 N S with it. The
+    cache's traffic grows from 5 N S by 16 N / rows, of two sums read and written; 8 / S rows keep that at 2 N S.
+    """
+    rows = 8 // dtype.itemsize
+    held = room.multiprocessors * n * (2 * rows * dtype.itemsize + sums * accumulator(dtype).itemsize)
+    return rows if sums and held <= 0.9 * room.cache else 0
+
+
+def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, need_weight, need_bias, room):
+    """`mean` None: not centred. `room`: of the GPU, which bounds the rows of the partial sums."""
     m, n = input.shape
     acc = accumulator(input.dtype)
     grad_residual = input.new_empty((m, n))
@@ -570,28 +612,34 @@ def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
     block, warps = _row_block(
         n, input.dtype, _LONGEST if roomy else _LONGEST // 2, constants["ALIGNED"], True, seed is not None
     )
-    tile = (block or _COLUMNS_BLOCK)["BLOCK_M"]
-    parts = min(triton.cdiv(m, tile), programs)
-    partials = [input.new_empty((parts, n), dtype=acc) if need else None for need in (need_weight, need_bias)]
+    rows = 0 if block else _wave(n, input.dtype, need_weight + need_bias, room)
+    tile = rows or (block or _COLUMNS_BLOCK)["BLOCK_M"]
+    parts = min(triton.cdiv(m, tile), room.multiprocessors * (1 if rows else room.programs))
+    sums = input.new_empty((need_weight + need_bias, parts, n), dtype=acc)
+    partials = [sums[0] if need_weight else None, sums[-1] if need_bias else None]
     inputs = (grad_output, grad_sum, input, mean, rstd, weight, seed, grad_residual, grad_input)
     scalars = (_stride(grad_output), _stride(grad_sum), _stride(input), m, n, threshold, scale)
+    name = "layer_norm_backward"
     if block:
         arguments = (*inputs, *partials, *scalars)
-        plan = [Launch("layer_norm_backward", _backward_kernel, (parts,), arguments, constants | block, warps)]
+        plan = [Launch(name, _backward_kernel, (parts,), arguments, constants | block, warps)]
+    elif rows:
+        arguments = (*inputs, None, *partials, *scalars)
+        block = {"BLOCK_M": rows, "BLOCK_N": 2 * _LONG_BACKWARD_TILE // rows}
+        plan = [Launch(f"{name}_long_once", _backward_long_kernel, (parts,), arguments, constants | block, 16)]
     else:
         shift = None if mean is None else torch.empty_like(mean)
-        arguments = (*inputs, shift, *scalars)
-        plan = [
-            Launch(
-                "layer_norm_backward_long", _backward_long_kernel, (m,), arguments, constants | _LONG_BACKWARD_BLOCK, 8
-            )
-        ]
+        arguments = (*inputs, shift, None, None, *scalars)
+        block = {"BLOCK_M": 1, "BLOCK_N": _LONG_BACKWARD_TILE}
+        plan = [Launch(f"{name}_long", _backward_long_kernel, (m,), arguments, constants | block, 8)]
         if need_weight or need_bias:
             grid = (triton.cdiv(n, _COLUMNS_BLOCK["BLOCK_N"]), parts)
             arguments = (grad_output, input, mean, rstd, shift, *partials, _stride(grad_output), _stride(input), m, n)
             plan.append(Launch("layer_norm_columns", _columns_kernel, grid, arguments, constants | _COLUMNS_BLOCK, 8))
     grads = [input.new_empty((0 if partial is None else n,), dtype=acc) for partial in partials]
-    plan += [_plan_reduce(each, grad) for each, grad in zip(partials, grads, strict=True) if each is not None]
+    if need_weight or need_bias:
+        wanted = [grad for partial, grad in zip(partials, grads, strict=True) if partial is not None]
+        plan.append(_plan_reduce(sums, wanted))
     return (grad_residual, input.new_empty((0,)) if grad_input is None else grad_input, *grads), plan
 
 
@@ -612,12 +660,27 @@ def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
 
     (0,) for what is not needed, and for grad_input where no dropout sets it apart from grad_residual.
     """
-    programs = 2 * multiprocessors(input.device)
     mean = mean.contiguous() if centred else None
     tensors = (_readable(grad_output), _readable(grad_sum), _readable(input), mean, rstd.contiguous())
-    results, plan = _plan_backward(*tensors, _readable(weight), seed, dropout_p, need_weight, need_bias, programs)
+    arguments = (*tensors, _readable(weight), seed, dropout_p, need_weight, need_bias)
+    results, plan = _plan_backward(*arguments, room(input.device))
+    if plan[0].kernel is _backward_kernel and input.is_cuda:
+        results, plan = _occupied(arguments, plan, input.device)
     run(plan, input.device)
     return results
+
+
+_PROGRAMS: dict[tuple, int] = {}  # of a kernel, how many a multiprocessor holds at once
+
+
+def _occupied(arguments, plan, device):
+    """The plan again, with as many programs as the GPU runs at once: by the registers of what was compiled."""
+    launch = plan[0]
+    given = tuple(each is None for each in launch.arguments[:11])
+    key = (device.index, arguments[2].dtype, given, *launch.constants.values())
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = programs_at_once(launch)
+    return _plan_backward(*arguments, room(device)._replace(programs=_PROGRAMS[key]))
 
 
 def aot_configurations(limit, thorough):
@@ -648,10 +711,15 @@ def aot_configurations(limit, thorough):
         p = 0.1 if drop else 0.0
         (_, _, mean, rstd), forward = _plan_forward(input, residual, weight, weight, seed, 1e-5, p, centred)
         mean = mean if centred else None
-        _, backward = _plan_backward(input, residual, input, mean, rstd, weight, seed, p, affine, affine, 264)
-        for launch in forward + backward:
+        launches = list(forward)
+        for cache in (0, 2**30):  # long rows have a kernel for each
+            of = Room(132, 2, cache)
+            launches += _plan_backward(input, residual, input, mean, rstd, weight, seed, p, affine, affine, of)[1]
+        for launch in {launch.name: launch for launch in launches}.values():
             if launch.kernel is not _reduce_kernel:
                 yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-N{n}{kind}", launch
     for dtype in (torch.float32, torch.float64):  # the second stage knows neither lengths nor options
-        partial = torch.empty((264, 4096), dtype=dtype, device="meta")
-        yield f"layer_norm_reduce-{str(dtype).removeprefix('torch.')}", _plan_reduce(partial, partial[0])
+        for count in (1, 2):
+            partials = torch.empty((count, 264, 4096), dtype=dtype, device="meta")
+            name = f"layer_norm_reduce-{str(dtype).removeprefix('torch.')}-{count}"
+            yield name, _plan_reduce(partials, [partials[0, 0]] * count)
