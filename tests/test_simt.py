@@ -21,7 +21,7 @@ SEEDS = range(12)  # of schedules
 # In the order of Fault in planted.cuh.
 FAULTS = ["none", "no_barrier", "no_last_barrier", "no_wait", "early_wait", "swapped", "outside_shared"]
 FAULTS += ["outside_global", "leaves", "too_many_arrivals", "too_few_bytes", "no_fence"]
-FAULTS += ["narrow_wait", "no_acquire"]
+FAULTS += ["narrow_wait", "no_acquire", "one_tag"]
 
 
 def fault(name: str) -> int:
@@ -383,6 +383,9 @@ def test_grid(ops: Any, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
 def test_grid_faults(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 3)
     found = outcomes(monkeypatch, lambda: ops.grid_steps(x, packets(5), 4, True, fault("no_wait")), grid_oracle(x, 4))
+    assert "wrong" in found
+    # The halves of 16 bytes do not come together.
+    found = outcomes(monkeypatch, lambda: ops.grid_steps(x, packets(5), 6, True, fault("one_tag")), grid_oracle(x, 6))
     assert "wrong" in found
     # Blocks that wait for each other without being on the device together.
     with pytest.raises(RuntimeError, match=r"grid_steps: livelock .* threads poll, and nothing changes"):

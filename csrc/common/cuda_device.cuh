@@ -215,8 +215,9 @@ SK_DEVICE uint32_t add_release(uint32_t* p, uint32_t v) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
   return old;
 }
-// 16 bytes that other blocks write or read, in one piece: whoever sees one word of a store sees all of it. A vector of
-// four words promises that of each word only.
+// 16 bytes that other blocks write or read, asked for in one piece. Nobody counts on more than that each half comes in
+// one: both tell what they belong to. A vector of four words promises that of each word only. Relaxed: what the writer
+// did before is not seen.
 SK_DEVICE uint4 load_fresh_16(const void* p) {
   uint64_t low, high;
   asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"

@@ -23,8 +23,9 @@
 //             buffers. A block writes a buffer again only after it has every part of the step between, and whoever sent
 //             that had read the buffer: no barrier of the cluster in the loop.
 //   grid      any C that is resident at once, through global memory, two buffers likewise. A packet of 16 bytes is 4
-//             rows of a unit; the lowest bits of its 4 words, 2^-24 of the value, say which step it belongs to, and the
-//             owner polls until they do. They are cleared before the sum: a result does not depend on the count.
+//             rows of a unit; the lowest bits of its 4 words, 2^-24 of the value, say which step it belongs to, twice,
+//             once in each half, and the owner polls until both do. They are cleared before the sum: a result does not
+//             depend on the count.
 // da has two buffers as well: a warp may still multiply when another has the sum and goes on.
 //
 // Registers: of weights 96 (64 beside layer norm) where a block has no more than 32 units; none where a thread has 4

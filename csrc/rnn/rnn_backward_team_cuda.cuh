@@ -12,11 +12,11 @@ namespace rnn_backward {
 enum Exchange { kBlock, kCluster, kGrid };
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kRows = 8;          // of the batch, a tile
-constexpr int kPack = 4;          // rows of one unit that travel together
-constexpr unsigned kEpochs = 15;  // what four bits tell apart, beside 0: nothing yet
-constexpr int kShortest = 32;     // units that every thread has one element of
-constexpr int kLongest = 128;     // units of a block
+constexpr int kRows = 8;         // of the batch, a tile
+constexpr int kPack = 4;         // rows of one unit that travel together
+constexpr unsigned kEpochs = 3;  // what two bits tell apart, beside 0: nothing yet
+constexpr int kShortest = 32;    // units that every thread has one element of
+constexpr int kLongest = 128;    // units of a block
 
 // How many tiles of 16 units, by all gates of a block, a warp keeps in registers, 96 a thread and 64 beside layer norm:
 // where a thread has one element, which leaves room, and gates no more than 32 units'.
@@ -77,13 +77,16 @@ SK_DEVICE int first_group(int rank, int groups, int blocks) {
 
 // ---- packets of the grid ------------------------------------------------------------------------------------------
 
+// Each eight bytes tell their epoch: no more of a packet comes in one piece. What lies there before is of the exchange
+// before, or of that before it.
 SK_DEVICE uint4 tagged(float4 v, unsigned epoch) {
-  return {(device_bits<uint32_t>(v.x) & ~1u) | (epoch & 1), (device_bits<uint32_t>(v.y) & ~1u) | (epoch >> 1 & 1),
-          (device_bits<uint32_t>(v.z) & ~1u) | (epoch >> 2 & 1), (device_bits<uint32_t>(v.w) & ~1u) | (epoch >> 3 & 1)};
+  const unsigned low = epoch & 1, high = epoch >> 1;
+  return {(device_bits<uint32_t>(v.x) & ~1u) | low, (device_bits<uint32_t>(v.y) & ~1u) | high,
+          (device_bits<uint32_t>(v.z) & ~1u) | low, (device_bits<uint32_t>(v.w) & ~1u) | high};
 }
 SK_DEVICE float untagged(uint32_t v) { return device_bits<float>(v & ~1u); }
 SK_DEVICE bool arrived(uint4 v, unsigned epoch) {
-  return ((v.x & 1) | (v.y & 1) << 1 | (v.z & 1) << 2 | (v.w & 1) << 3) == epoch;
+  return ((v.x & 1) | (v.y & 1) << 1) == epoch && ((v.z & 1) | (v.w & 1) << 1) == epoch;
 }
 
 // Sums, over the senders first, first + stride ..., of one packet from each. `inbox`: that of sender 0.

@@ -9,8 +9,8 @@
 // as one, a slab. Every warp publishes the slabs that it finished:
 //   block    one block: straight into the buffer, then __syncthreads.
 //   cluster  to all blocks of the cluster, this one too, by asynchronous stores that the receiver's mbarrier counts.
-//   grid     through global memory, 3 words of data and the operand's number in 16 bytes: whoever reads the number has
-//            the data, so there is no barrier between blocks. All blocks must be resident.
+//   grid     through global memory, 3 words of data in 16 bytes, and the operand's number in each half of them: whoever
+//            reads the numbers has the data, so there is no barrier between blocks. All blocks must be resident.
 // Two buffers are enough: a block publishes number n + 2 only when it has all of n + 1, which every warp of every block
 // published after its last look at n. That order breaks where a team turns to another tile of the batch: `renew`.
 #pragma once
@@ -355,15 +355,21 @@ struct RnnExchange {
     return reinterpret_cast<float2*>(shared + shape.pairs) + (2 * kind + (number & 1)) * (shape.blocks * ROWS);
   }
 
+  // What is in the upper half of a packet's second and fourth word: of each eight bytes, as no more of a packet comes
+  // in one piece. What lies there before is of the operand two before, or zero.
+  SK_DEVICE static uint32_t tag(uint32_t number) { return number << 16; }
   SK_DEVICE void send_to_mailbox() const {
     uint4* to = box(turn + 1) + (rank * shape.groups + group) * (SLOTS * PACKETS);
 #pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
       if (!owns(slot) || lane >= PACKETS) continue;
       const uint32_t* words = reinterpret_cast<const uint32_t*>(slab(slot));
-      uint4 packet = {words[3 * lane], 0, 0, turn + 1};
-      if (3 * lane + 1 < SLAB / 4) packet.y = words[3 * lane + 1];
-      if (3 * lane + 2 < SLAB / 4) packet.z = words[3 * lane + 2];
+      uint4 packet = {words[3 * lane], tag(turn + 1), 0, tag(turn + 1)};
+      if (3 * lane + 1 < SLAB / 4) packet.z = words[3 * lane + 1];
+      if (3 * lane + 2 < SLAB / 4) {
+        packet.y |= words[3 * lane + 2] & 0xFFFF;
+        packet.w |= words[3 * lane + 2] >> 16;
+      }
       store_fresh_16(to + slot * PACKETS + lane, packet);
     }
   }
@@ -382,9 +388,9 @@ struct RnnExchange {
 #pragma unroll
         for (int j = 0; j < FLIGHT; ++j) {
           const int at = first + j * static_cast<int>(blockDim.x);
-          packet[j] = uint4{0, 0, 0, turn};
+          packet[j] = uint4{0, tag(turn), 0, tag(turn)};
           if (at < total) packet[j] = load_fresh_16(from + at);
-          missing = missing || packet[j].w != turn;
+          missing = missing || ((packet[j].y ^ tag(turn)) | (packet[j].w ^ tag(turn))) >> 16 != 0;
         }
         if (missing) pause();
       }
@@ -398,7 +404,7 @@ struct RnnExchange {
   SK_DEVICE void unpack(unsigned char* to, int at, uint4 packet) const {
     const int p = at % PACKETS, slot = at / PACKETS % SLOTS, of = at / (PACKETS * SLOTS);
     constexpr int LINE = 2 * ELEMENT;  // words of a row of a slab
-    const uint32_t words[3] = {packet.x, packet.y, packet.z};
+    const uint32_t words[3] = {packet.x, packet.z, (packet.y & 0xFFFF) | packet.w << 16};
 #pragma unroll
     for (int j = 0; j < 3; ++j) {
       const int w = 3 * p + j;

@@ -87,7 +87,7 @@ Tensor grid_steps_op(const Tensor& x, const Tensor& packets, int64_t steps, bool
   shape.block = dim3(32);
   shape.all_resident = resident;
   auto* words = data<uint4>(packets);
-  with_fault<Fault::none, Fault::no_wait>(fault, "grid_steps", [&](auto planted) {
+  with_fault<Fault::none, Fault::no_wait, Fault::one_tag>(fault, "grid_steps", [&](auto planted) {
     launch<const float*, float*, uint4*, uint32_t*, int>("grid_steps", grid_steps<planted()>, shape, current_stream(x),
                                                          data<const float>(x), data<float>(y), words,
                                                          &words[3 * blocks].x, static_cast<int>(steps));

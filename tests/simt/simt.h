@@ -346,14 +346,22 @@ SIMT_QUIET inline uint4 load_fresh_16(const void* p, simt::Place at = simt::Plac
   simt::check_aligned("load_fresh_16", static_cast<const char*>(p), 16);
   simt::poll("load_fresh_16", at);
   simt::race_read_word(p);
-  return *static_cast<const uint4*>(p);
+  const auto* halves = static_cast<const uint2*>(p);
+  const uint2 low = halves[0];
+  simt::maybe_yield();  // between the halves
+  const uint2 high = halves[1];
+  return {low.x, low.y, high.x, high.y};
 }
 SIMT_QUIET inline void store_fresh_16(void* p, uint4 v) {
   simt::check_aligned("store_fresh_16", static_cast<char*>(p), 16);
   simt::maybe_yield();
   simt::progress();
   simt::race_relaxed_word(p, false);
-  *static_cast<uint4*>(p) = v;
+  auto* halves = static_cast<uint2*>(p);
+  halves[0] = {v.x, v.y};
+  simt::maybe_yield();
+  halves[1] = {v.z, v.w};
+  simt::progress();
   simt::maybe_yield();
 }
 inline void pause(simt::Place at = simt::Place()) { simt::poll(nullptr, at); }
