@@ -207,10 +207,11 @@ def stage2(stage: Stage) -> int:
     code = 0
     for name, what, limit in (("tests", "not same_bits", 400.0), ("same-bits", "same_bits", 120.0)):
         picked = f"({what}) and ({stage.options.pick})" if stage.options.pick else what
-        workers = ["-n", str(stage.options.jobs), "--dist", "worksteal", "-o", "faulthandler_timeout=120"]
+        workers = ["-n", str(stage.options.jobs), "--dist", "worksteal", "--max-worker-restart=500"]
+        workers += ["-p", "benchmarks.gpu_plugin"]
         report = f"--junitxml={stage.out / f'{name}.xml'}"
         command = pytest(stage, 2, *files, "-m", "gpu", "-v", "--tb=short", "-k", picked, report, *workers)
-        ended = stage.follow(name, command, limit, TestLines(stage), OMP_NUM_THREADS="1")
+        ended = stage.follow(name, command, limit, TestLines(stage), OMP_NUM_THREADS="1", SEQKERN_TEST_LIMIT="100")
         code = code or (0 if ended == 5 else ended)  # 5: none was picked
     return code
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -252,6 +254,36 @@ def test_pytest_that_is_cut_off_writes_its_report(tmp_path):
     assert late
     assert code != 0
     assert 'name="test_quick"' in report.read_text(), lines
+
+
+def test_a_lost_context_and_a_hang_cost_the_tests_of_stage_2_nothing_else(tmp_path):
+    """What stage 2's plugin does, with a synchronisation that fails from one test on, as after an illegal access."""
+    (tmp_path / "test_it.py").write_text(
+        "import time, torch\n"
+        "lost = False\n"
+        "def synchronize():\n"
+        "    if lost: raise RuntimeError('an illegal memory access was encountered')\n"
+        "torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize\n"
+        "def test_loses():\n"
+        "    global lost\n"
+        "    lost = True\n"
+        "def test_hangs(): time.sleep(1000)\n"
+        "def test_right(): synchronize()\n"
+    )
+    report = tmp_path / "report.xml"
+    arguments = ["-m", "pytest", tmp_path, f"--junitxml={report}", "-v", "-n", "1", "-p", "no:cacheprovider"]
+    arguments += ["-p", "benchmarks.gpu_plugin", "--max-worker-restart=9", "--rootdir", tmp_path]
+    lines: list[str] = []
+    environment = gpu_process.environment(SEQKERN_TEST_LIMIT="5")
+    code, late = gpu_process.follow(gpu_process.python(*arguments), 100, environment, lines.append)
+    printed = "\n".join(lines)
+    assert (code, late) == (1, False), printed
+    assert "test_loses left the GPU's context unusable" in printed
+    assert 'test_it.py", line 9 in test_hangs' in printed
+    crashed = [re.search(r"crashed while running '.*::(\w+)'", line) for line in lines]
+    assert {found[1] for found in crashed if found} == {"test_loses", "test_hangs"}
+    cases = ElementTree.parse(report).iter("testcase")
+    assert {case.get("name"): case.find("failure") is None for case in cases}["test_right"], printed
 
 
 def test_results_are_named_after_the_card():
