@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +77,10 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    commit = os.environ.get("SEQKERN_COMMIT", "")  # for a copy without .git
+    if not commit:
+        command = ["git", "rev-parse", "HEAD"]
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        commit = found.stdout.strip()
     machine_info.pop("node", None)  # the name of a machine tells nothing about it
-    machine_info["seqkern"] = dict(describe_machine()) | {"commit": commit.stdout.strip() or "unknown"}
+    machine_info["seqkern"] = dict(describe_machine()) | {"commit": commit or "unknown"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -254,13 +256,85 @@ def test_pytest_that_is_cut_off_writes_its_report(tmp_path):
     assert 'name="test_quick"' in report.read_text(), lines
 
 
+def test_a_lost_context_and_a_hang_cost_the_tests_of_stage_2_nothing_else(tmp_path):
+    """What stage 2's plugin does, with a synchronisation that fails from one test on, as after an illegal access."""
+    (tmp_path / "test_it.py").write_text(
+        "import time, torch\n"
+        "lost = False\n"
+        "def synchronize():\n"
+        "    if lost: raise RuntimeError('an illegal memory access was encountered')\n"
+        "torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize\n"
+        "def test_loses():\n"
+        "    global lost\n"
+        "    lost = True\n"
+        "def test_hangs(): time.sleep(1000)\n"
+        "def test_right(): synchronize()\n"
+    )
+    report = tmp_path / "report.xml"
+    arguments = ["-m", "pytest", tmp_path, f"--junitxml={report}", "-v", "-n", "1", "-p", "no:cacheprovider"]
+    arguments += ["-p", "benchmarks.gpu_plugin", "--max-worker-restart=9", "--rootdir", tmp_path]
+    lines: list[str] = []
+    environment = gpu_process.environment(SEQKERN_TEST_LIMIT="5")
+    code, late = gpu_process.follow(gpu_process.python(*arguments), 100, environment, lines.append)
+    printed = "\n".join(lines)
+    assert (code, late) == (1, False), printed
+    assert "test_loses left the GPU's context unusable" in printed
+    assert 'test_it.py", line 9 in test_hangs' in printed
+    crashed = [re.search(r"crashed while running '.*::(\w+)'", line) for line in lines]
+    assert {found[1] for found in crashed if found} == {"test_loses", "test_hangs"}
+    cases = ElementTree.parse(report).iter("testcase")
+    assert {case.get("name"): case.find("failure") is None for case in cases}["test_right"], printed
+
+
 def test_results_are_named_after_the_card():
     assert gpu.card_name("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
     assert gpu.card_name("NVIDIA GeForce RTX 4090") == "geforce-rtx-4090"
 
 
+STORED = ROOT / "benchmarks" / "results" / "epyc-zen5-2-cores" / "decode-2-threads.json"
+
+
 def test_every_timed_case_is_a_line():
-    path = ROOT / "benchmarks" / "results" / "epyc-zen5-2-cores" / "decode-2-threads.json"
-    lines = list(gpu.results(path))
-    assert len(lines) == len(json.loads(path.read_text())["benchmarks"])
+    before = STORED.read_bytes()
+    lines = list(gpu.results(STORED))
+    assert len(lines) == len(json.loads(before)["benchmarks"])
     assert all(" ms, " in line and "torch " in line for line in lines)
+    assert STORED.read_bytes() == before
+
+
+def test_stage_3_keeps_what_was_timed_under_the_name_of_the_card(tmp_path, monkeypatch, capsys):
+    """One group fails, one is cut off in the middle of a case, the others end as they should."""
+    out, stored = tmp_path / "out", json.loads(STORED.read_text())
+    cut_off = json.loads(STORED.read_text())
+    cut_off["benchmarks"][-1]["extra_info"] = {"backend": "triton"}
+    (tmp_path / "cut_off.json").write_text(json.dumps(cut_off))
+
+    def command(stage: gpu.Stage, *arguments: str) -> list[str]:
+        assert arguments[1:3] == ("--device", "cuda")
+        picked = next(name for name, _, _, pick in gpu.BENCHMARKS if pick == arguments[4])
+        source = tmp_path / "cut_off.json" if picked == "rnn" else STORED
+        script = "import shutil, sys; sys.exit(1) if sys.argv[1] == 'norms' else shutil.copy(*sys.argv[2:4])"
+        return [sys.executable, "-c", script, picked, str(source), str(out / "h100-80gb-hbm3" / f"{picked}.json")]
+
+    monkeypatch.setattr(gpu, "pytest", command)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert gpu.stage3(stage(3, out, "--device", "cuda", "--no-build")) == 1
+    kept = {path.stem: json.loads(path.read_text())["benchmarks"] for path in tmp_path.glob("benchmarks/results/*/*")}
+    assert set(kept) == {name for name, *_ in gpu.BENCHMARKS} - {"norms"}
+    assert kept["rnn"] == stored["benchmarks"][:-1]
+    assert kept["decode"] == stored["benchmarks"]
+    printed = capsys.readouterr().out
+    assert "norms: ended with 1" in printed
+    assert "4 results in benchmarks/results/h100-80gb-hbm3" in printed
+
+
+@pytest.mark.parametrize(("first", "second", "code"), [(0, 5, 0), (1, 0, 1), (0, 1, 1), (0, 0, 0)])
+def test_stage_2_fails_when_a_run_does_and_not_when_none_repeats(tmp_path, monkeypatch, first, second, code):
+    def command(stage: gpu.Stage, *arguments: str) -> list[str]:
+        assert f"tests/{Path(__file__).name}" not in arguments  # it only speaks of the mark
+        assert "tests/test_error_rule_gpu.py" in arguments
+        return [sys.executable, "-c", f"exit({second if 'same_bits' in arguments else first})"]
+
+    monkeypatch.setattr(gpu, "pytest", command)
+    assert gpu.stage2(stage(2, tmp_path, "--device", "cuda", "--no-build")) == code
