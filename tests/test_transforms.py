@@ -188,17 +188,17 @@ PAIRS = torch.stack([SAMPLES, SAMPLES / 2])
 QUICK = {
     "forward forward": lambda f: forward(forward(f))(AT),
     "reverse forward": lambda f: func.jacrev(forward(f))(AT),
-    "forward reverse": lambda f: forward(func.jacrev(f))(AT),
-    "reverse reverse": lambda f: func.jacrev(func.jacrev(f))(AT),
-    "jvp of jvp": lambda f: pushed(pushed(f), AT)(AT),
     "vmap of grad of vmap": lambda f: mapped(func.grad(total(f)))(PAIRS),
     "jvp of vmap": lambda f: pushed(mapped(f), SAMPLES.cos())(SAMPLES),
-    "three forward": lambda f: forward(forward(forward(f)))(AT),
-    "forward forward reverse": lambda f: forward(forward(func.jacrev(f)))(AT),
     "backward of jvp of jvp": lambda f: gradient(pushed(pushed(f), AT))(AT),
     "pullback": lambda f: of_pullback(f)(AT),
 }
 SLOW = {
+    "forward reverse": lambda f: forward(func.jacrev(f))(AT),
+    "reverse reverse": lambda f: func.jacrev(func.jacrev(f))(AT),
+    "jvp of jvp": lambda f: pushed(pushed(f), AT)(AT),
+    "three forward": lambda f: forward(forward(forward(f)))(AT),
+    "forward forward reverse": lambda f: forward(forward(func.jacrev(f)))(AT),
     "backward of vmap of vmap": lambda f: gradient(mapped(mapped(f)))(PAIRS),
     "grad of vmap of grad": lambda f: func.grad(lambda a: mapped(func.grad(f))(a).square().sum())(SAMPLES),
     "vmap of vmap of grad": lambda f: mapped(mapped(func.grad(f)))(PAIRS),
