@@ -8,6 +8,7 @@ left, right, scale, softcap and dropout_p. All tensors have the shapes that csrc
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from seqkern import reference
 from seqkern._library import kernel
@@ -76,7 +78,8 @@ class _Attention(torch.autograd.Function):
         ctx.numbers = inputs[_TENSORS:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], *output)
-        ctx.save_for_forward(*inputs[:_TENSORS])
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*inputs[:_TENSORS], *output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
@@ -105,12 +108,20 @@ class _Attention(torch.autograd.Function):
             return tangents(functools.partial(blocks.outputs, block), inputs, directions)
 
         arguments = [(_INPUTS, _differentiable(inputs)), (_INPUTS, _differentiable(input_tangents))]
-        rows, wide = inputs[0].shape[:3], torch.promote_types(inputs[0].dtype, torch.float32)
-        like = (
-            inputs[0].new_empty(()).expand(*rows, inputs[2].shape[3]),
-            inputs[0].new_empty((), dtype=wide).expand(rows),
-        )
-        return blocks.map(of_block, arguments, ("row", "row"), like)
+        return blocks.map(of_block, arguments, ("row", "row"), _like_outputs(inputs))
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        inputs, blocks = args[:_TENSORS], _Blocks(args[:_TENSORS], args[_TENSORS:])
+
+        def of_block(block: _Block, inputs: Any) -> Any:
+            return blocks.outputs(block, *inputs)
+
+        arguments = [(_INPUTS, _differentiable(inputs))]
+        out, lse = blocks.map(of_block, arguments, ("row", "row"), _like_outputs(inputs))
+        assert lse is not None
+        row, starts = torch.arange(lse.shape[2], device=lse.device), blocks.starts["row"]
+        return out, lse.masked_fill((row < starts[0]) | (row >= starts[-1]), -math.inf)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -143,14 +154,15 @@ class _AttentionBackward(torch.autograd.Function):
         ctx.numbers, ctx.needs = inputs[_TENSORS + 4 : -3], inputs[-3:]
         tensors = inputs[: _TENSORS + 2]
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def parts(ctx: Any) -> Any:
+    def parts(saved: Sequence[Any], numbers: Sequence[Any], needs: Sequence[bool]) -> Any:
         """The gradients of a block as a function of the cotangents and the inputs, and the roles of both."""
-        grad_out, grad_lse, *inputs = ctx.saved_tensors
-        blocks = _Blocks(inputs, ctx.numbers)
-        wanted = [0, 1, 2, *(3 + n for n, need in enumerate(ctx.needs) if need)]
+        grad_out, grad_lse, *inputs = saved
+        blocks = _Blocks(inputs, numbers)
+        wanted = [0, 1, 2, *(3 + n for n, need in enumerate(needs) if need)]
 
         def grads(block: _Block, grad_out: Tensor, grad_lse: Tensor | None, *inputs: Any) -> Any:
             def outputs(*inputs: Any) -> Any:
@@ -165,7 +177,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        blocks, grads, tensors, roles, _ = _AttentionBackward.parts(ctx)
+        blocks, grads, tensors, roles, _ = _AttentionBackward.parts(ctx.saved_tensors, ctx.numbers, ctx.needs)
 
         def of_block(block: _Block, inputs: Any, cotangents: Any) -> Any:
             return gradients(functools.partial(grads, block), inputs, cotangents)
@@ -178,7 +190,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        blocks, grads, tensors, roles, like = _AttentionBackward.parts(ctx)
+        blocks, grads, tensors, roles, like = _AttentionBackward.parts(ctx.saved_tensors, ctx.numbers, ctx.needs)
 
         def of_block(block: _Block, inputs: Any, directions: Any) -> Any:
             return tangents(functools.partial(grads, block), inputs, directions)
@@ -187,6 +199,16 @@ class _AttentionBackward(torch.autograd.Function):
         known = tuple(None if t is None else d for t, d in zip(tensors, directions, strict=True))
         arguments = [(_COTANGENTS + _INPUTS, tensors), (_COTANGENTS + _INPUTS, known)]
         return blocks.map(of_block, arguments, roles, like)
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        saved, numbers, needs = args[: _TENSORS + 2], args[_TENSORS + 4 : -3], args[-3:]
+        blocks, grads, tensors, roles, like = _AttentionBackward.parts(saved, numbers, needs)
+
+        def of_block(block: _Block, inputs: Any) -> Any:
+            return grads(block, *inputs)
+
+        return blocks.map(of_block, [(_COTANGENTS + _INPUTS, tensors)], roles, like)
 
 
 _AttentionEager, _AttentionBackwardEager = eager(_Attention), eager(_AttentionBackward)
@@ -224,10 +246,18 @@ def _grad_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Ten
 # Rows of the output depend on their own queries and on all keys, so a block of queries has derivatives of its own;
 # those of keys, values, slopes and sinks are sums over the blocks. No more than a block's scores are held at once.
 
+_ALL = slice(None)
 _SCORES, _QUERIES = 1 << 18, 32  # a block has so many elements in its score matrix, but so many queries at least
 
 _COTANGENTS = ("row", "row")
 _INPUTS = ("row", "key", "key", "mask", "slopes", "sinks")
+
+
+def _like_outputs(inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Sizes and dtypes of output and log-sum-exp."""
+    query, rows = inputs[0], inputs[0].shape[:3]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(()).expand(*rows, inputs[2].shape[3]), query.new_empty((), dtype=wide).expand(rows)
 
 
 def _differentiable(tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -250,16 +280,17 @@ class _Block:
         """The part of an argument that the block needs; numbers in float32 or wider, so that sums are exact enough."""
         if t is None:
             return None
-        if role == "row":
-            t = t[:, :, self.rows]
-        elif role == "key":
-            t = t[:, :, self.keys]
+        at: tuple[slice, ...] = ()
+        if role in ("row", "key"):
+            at = (_ALL, _ALL, self.rows if role == "row" else self.keys)
         elif role == "slopes":
-            t = t[self.sequence]
+            at = (self.sequence,)
         elif role == "mask":
-            columns = slice(self.keys.stop - self.keys.start)
-            at = (self.sequence, slice(None), self.own, columns)
-            t = t[tuple(s if size > 1 else slice(None) for s, size in zip(at, t.shape, strict=True))]
+            at = (self.sequence, _ALL, self.own, slice(0, self.keys.stop - self.keys.start))
+            at = tuple(s if size > 1 else _ALL for s, size in zip(at, t.shape, strict=True))
+        for d, s in enumerate(at):  # nothing where it is all: the older vmap has no rule for a view of everything
+            if s != _ALL and (s.start, s.stop) != (0, t.shape[d]):
+                t = t.narrow(d, s.start or 0, len(range(*s.indices(t.shape[d]))))
         return t.to(torch.promote_types(t.dtype, torch.float32)) if t.is_floating_point() else t
 
 

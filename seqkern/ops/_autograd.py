@@ -1,7 +1,12 @@
 """What the ops share: when autograd is needed, and higher derivatives from the reference.
 
 First derivatives come from kernels. Second ones and forward mode come from the equations: the reference is
-differentiated with torch.func, which can be differentiated again.
+differentiated with torch.func, which can be differentiated again. Forward mode inside forward mode has no other way
+than the equations themselves, because torch does not differentiate what a Function's `jvp` computes.
+
+Each Function here has, beside torch's methods, `plain(*args)`: the results of `forward(*args)` by the equations (None
+or empty for what backward alone needs). What it saves for forward mode is what it saves for backward, in the same
+order: torch's rule for vmap remembers one list of batch dimensions for the two.
 """
 
 from __future__ import annotations
@@ -67,6 +72,12 @@ def transforms_active() -> bool:
     return active
 
 
+def forward_mode_nested() -> bool:
+    """Whether forward mode differentiates forward mode: two levels of torch.func.jvp or more, at any distance."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
+
+
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether reverse mode will ask for a gradient of one of the tensors."""
     if not torch.is_grad_enabled():
@@ -92,6 +103,9 @@ def apply(
 ) -> Any:
     """function(*args) by the shortest way: through the Function for transforms, its eager twin, or the kernel alone."""
     if transforms_active():
+        if forward_mode_nested():
+            # What a pullback saved may be wrapped for a transform that is over; Function.apply would see to that.
+            return function.plain(*torch._functorch.utils.unwrap_dead_wrappers(args))  # type: ignore[attr-defined]
         return _uncompiled()(function.apply, *args)
     if differentiable:
         refuse_trace()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from seqkern import reference
 from seqkern._library import kernel
@@ -115,14 +116,16 @@ class _Rnn(torch.autograd.Function):
         tensors, ctx.numbers = inputs[:_TENSORS], inputs[_TENSORS : _TENSORS + _NUMBERS]
         _, recompute, *flat = inputs[_TENSORS + _NUMBERS :]
         output, _, c_n, cells, gates, products = outputs
-        if ctx.numbers[-1] == LSTM:
+        ctx.set_materialize_grads(False)
+        kept = (*tensors, *flat, output, cells, *((None, None) if recompute else (gates, products)))
+        ctx.save_for_backward(*kept)
+        if forward_ad._current_level >= 0:  # then under vmap marks are of no effect, and every output has a tangent
+            ctx.empty = [t.new_zeros(()).expand(t.shape) for t in outputs[2:]]
+            ctx.save_for_forward(*kept)
+        elif ctx.numbers[-1] == LSTM:
             ctx.mark_non_differentiable(gates, products)
         else:
             ctx.mark_non_differentiable(c_n, cells, gates, products)
-        ctx.set_materialize_grads(False)
-        kept = (None, None) if recompute else (gates, products)
-        ctx.save_for_backward(*tensors, *flat, output, cells, *kept)
-        ctx.save_for_forward(*tensors, *flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -147,10 +150,16 @@ class _Rnn(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
+        *tensors, _, _, _, _ = ctx.saved_tensors
         constants, inputs = tensors[_STATES:_TENSORS], (*tensors[:_STATES], *tensors[_TENSORS:])
         known = (*directions[:_STATES], *directions[_TENSORS + _NUMBERS + 2 :])
-        found = tangents(_outputs(constants, ctx.numbers), inputs[: len(known)], known)
+        found = tangents(_outputs(constants, ctx.numbers), inputs, known)
+        return *found, *ctx.empty[len(found) - 2 :]
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        tensors, numbers, flat = args[:_TENSORS], args[_TENSORS : _TENSORS + _NUMBERS], args[_TENSORS + _NUMBERS + 2 :]
+        found = _outputs(tensors[_STATES:], numbers)(*tensors[:_STATES], *flat)
         return *found, *[None] * (6 - len(found))
 
 
@@ -178,13 +187,15 @@ class _RnnBackward(torch.autograd.Function):
         ctx.numbers, (ctx.need_input, ctx.need_weights, *flat) = rest[:_NUMBERS], rest[_NUMBERS:]
         tensors = *inputs[: 4 + _TENSORS], *flat
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def formula(ctx: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def formula(
+        saved: Sequence[Any], numbers: Sequence[Any], need_input: bool, need_weights: bool
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The gradients as a function of cotangents, states and weights, recomputing the steps; and these."""
-        saved = ctx.saved_tensors
-        outputs = _outputs(saved[4 + _STATES : 4 + _TENSORS], ctx.numbers)
+        outputs = _outputs(saved[4 + _STATES : 4 + _TENSORS], numbers)
 
         def grads(*inputs: Any) -> Any:
             given = [n for n, t in enumerate(inputs[:4]) if t is not None]
@@ -200,26 +211,33 @@ class _RnnBackward(torch.autograd.Function):
             for n in range(_LISTS):
                 none = empty.to(wide) if n == _NORM else empty
                 each = [g for g in found[_STATES:][n * directions : (n + 1) * directions] if g is not None]
-                if not each and ctx.need_weights and (n == _B_HH or (n == _B_IH and flat[_W_IH] is not None)):
+                if not each and need_weights and (n == _B_HH or (n == _B_IH and flat[_W_IH] is not None)):
                     none = h0.new_zeros(directions, flat[directions].shape[0])  # no bias: nothing asks for it
-                stacked.append(torch.stack(each) if each and ctx.need_weights else none)
+                stacked.append(torch.stack(each) if each and need_weights else none)
             grad_c0 = empty if c0 is None else found[2]
-            return found[0] if ctx.need_input else empty, found[1], grad_c0, *stacked
+            return found[0] if need_input else empty, found[1], grad_c0, *stacked
 
         return grads, (*saved[: 4 + _STATES], *saved[4 + _TENSORS :])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        formula, inputs = _RnnBackward.formula(ctx)
+        formula, inputs = _RnnBackward.formula(ctx.saved_tensors, ctx.numbers, ctx.need_input, ctx.need_weights)
         found = gradients(formula, inputs, cotangents)
         before = 4 + _STATES
         return *found[:before], *[None] * (_CONSTANTS + 4 + _NUMBERS + 2), *found[before:]
 
     @staticmethod
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        formula, inputs = _RnnBackward.formula(ctx)
+        formula, inputs = _RnnBackward.formula(ctx.saved_tensors, ctx.numbers, ctx.need_input, ctx.need_weights)
         known = (*directions[: 4 + _STATES], *directions[8 + _TENSORS + _NUMBERS + 2 :])
         return tangents(formula, inputs, known)
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        numbers, (need_input, need_weights, *flat) = args[8 + _TENSORS :][:_NUMBERS], args[8 + _TENSORS + _NUMBERS :]
+        saved = (*args[: 4 + _TENSORS], *flat)
+        formula, inputs = _RnnBackward.formula(saved, numbers, need_input, need_weights)
+        return formula(*inputs)
 
 
 _RnnEager, _RnnBackwardEager = eager(_Rnn), eager(_RnnBackward)
@@ -249,13 +267,14 @@ class _RnnCell(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.cell = inputs
         _, c_new, activated = output
-        if ctx.cell == LSTM:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, c_new, activated)
+        if forward_ad._current_level >= 0:  # then under vmap marks are of no effect, and every output has a tangent
+            ctx.save_for_forward(*tensors, c_new, activated)
+        elif ctx.cell == LSTM:
             ctx.mark_non_differentiable(activated)
         else:
             ctx.mark_non_differentiable(c_new, activated)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, c_new, activated)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any) -> Any:
@@ -272,8 +291,14 @@ class _RnnCell(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        h, c = tangents(lambda *t: _step(*t, cell=ctx.cell), ctx.saved_tensors[:4], directions[:4])
-        return h, c if ctx.cell == LSTM else None, None
+        *tensors, _, activated = ctx.saved_tensors
+        h, c = tangents(lambda *t: _step(*t, cell=ctx.cell), tensors, directions[:4])
+        return h, c, torch.zeros_like(activated)
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        *tensors, cell = args
+        return *_step(*tensors, cell=cell), None
 
 
 class _RnnCellBackward(torch.autograd.Function):
@@ -296,30 +321,35 @@ class _RnnCellBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.cell = inputs[-1]
         ctx.save_for_backward(*inputs[:6])
-        ctx.save_for_forward(*inputs[:6])
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*inputs[:6])
 
     @staticmethod
-    def formula(ctx: Any) -> Callable[..., Any]:
+    def formula(cell: int) -> Callable[..., Any]:
         def grads(grad_h: Tensor, grad_c: Tensor | None, *inputs: Any) -> Any:
             def some(*inputs: Any) -> Any:
-                h_new, c_new = _step(*inputs, cell=ctx.cell)
+                h_new, c_new = _step(*inputs, cell=cell)
                 return h_new if grad_c is None else (h_new, c_new)
 
             found = gradients(some, inputs, grad_h if grad_c is None else (grad_h, grad_c))
             empty = grad_h.new_empty(0)
-            if ctx.cell == GRU:
+            if cell == GRU:
                 return *found[:3], empty
-            return found[0], empty, empty, found[3] if ctx.cell == LSTM else empty
+            return found[0], empty, empty, found[3] if cell == LSTM else empty
 
         return grads
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return *gradients(_RnnCellBackward.formula(ctx), ctx.saved_tensors, cotangents), None, None, None
+        return *gradients(_RnnCellBackward.formula(ctx.cell), ctx.saved_tensors, cotangents), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        return tangents(_RnnCellBackward.formula(ctx), ctx.saved_tensors, directions[:6])
+        return tangents(_RnnCellBackward.formula(ctx.cell), ctx.saved_tensors, directions[:6])
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        return _RnnCellBackward.formula(args[-1])(*args[:6])
 
 
 _RnnCellEager, _RnnCellBackwardEager = eager(_RnnCell), eager(_RnnCellBackward)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from seqkern import _library, reference
@@ -439,10 +440,14 @@ class _LayerNorm(torch.autograd.Function):
         ctx.added, ctx.dropped = residual is not None, seed is not None
         # A sum of two constants is one, unless forward mode differentiates it, which `needs_input_grad` does not tell.
         fixed = not ctx.added or not (any(ctx.needs_input_grad[:2]) or transforms_active())
-        ctx.mark_non_differentiable(mean, rstd, *((total,) if fixed else ()))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total if ctx.added else input, weight, bias, mean, rstd, seed)
-        ctx.save_for_forward(input, residual, weight, bias, seed)
+        kept: tuple[Any, ...] = (total if ctx.added else input, weight, bias, mean, rstd, seed)
+        if forward_ad._current_level >= 0:
+            kept = (*kept, input, residual)
+            ctx.save_for_forward(*kept)
+        else:  # not in forward mode, where under vmap it is of no effect: there every output has a tangent
+            ctx.mark_non_differentiable(mean, rstd, *((total,) if fixed else ()))
+        ctx.save_for_backward(*kept)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, *_: Any) -> Any:
@@ -450,7 +455,7 @@ class _LayerNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if grad_output is None and not ctx.dropped:  # the sum alone was used, or nothing
             return grad_sum if needs[0] else None, grad_sum if needs[1] else None, *[None] * 7
-        normalised, weight, bias, mean, rstd, seed = ctx.saved_tensors
+        normalised, weight, bias, mean, rstd, seed, *_ = ctx.saved_tensors
         if grad_output is None:
             _, dropout_p, _, dims = ctx.options
             grad = None if grad_sum is None else dropout(_matrix(grad_sum, dims), seed, dropout_p)
@@ -466,13 +471,20 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        input, residual, weight, bias, seed = ctx.saved_tensors
+        _, weight, bias, mean, rstd, seed, input, residual = ctx.saved_tensors
 
         def outputs(input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Any:
             return _formula(input, residual, weight, bias, seed, *ctx.options)
 
         found = tangents(outputs, (input, residual, weight, bias), input_tangents[:4])
-        return (found, None, None, None) if residual is None else (*found, None, None)
+        results = (found, input.new_empty(0)) if residual is None else found
+        return *results, torch.zeros_like(mean), torch.zeros_like(rstd)
+
+    @staticmethod
+    def plain(input: Tensor, residual: Tensor | None, *rest: Any) -> Any:
+        found = _formula(input, residual, *rest)
+        results = (found, input.new_empty(0)) if residual is None else found
+        return *results, None, None
 
 
 class _LayerNormBackward(torch.autograd.Function):
@@ -517,12 +529,14 @@ class _LayerNormBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         grad_output, grad_sum, input, weight, bias, _, _, seed, *ctx.options = inputs
         ctx.save_for_backward(grad_output, grad_sum, input, weight, bias, seed)
-        ctx.save_for_forward(grad_output, grad_sum, input, weight, bias, seed)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(grad_output, grad_sum, input, weight, bias, seed)
 
     @staticmethod
-    def formula(ctx: Any) -> Any:
-        *inputs, seed = ctx.saved_tensors
-        eps, dropout_p, centred, dims, need_weight, need_bias = ctx.options
+    def formula(saved: Sequence[Any], options: Sequence[Any]) -> Any:
+        """The gradients as a function of cotangents, what was normalised and parameters; and these."""
+        *inputs, seed = saved
+        eps, dropout_p, centred, dims, need_weight, need_bias = options
 
         def norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
             return _formula(input, None, weight, bias, None, eps, 0.0, centred, dims)
@@ -544,13 +558,18 @@ class _LayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        grads, inputs = _LayerNormBackward.formula(ctx)
+        grads, inputs = _LayerNormBackward.formula(ctx.saved_tensors, ctx.options)
         return *gradients(grads, inputs, cotangents), *[None] * 9
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        grads, inputs = _LayerNormBackward.formula(ctx)
+        grads, inputs = _LayerNormBackward.formula(ctx.saved_tensors, ctx.options)
         return tangents(grads, inputs, input_tangents[:5])
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        grads, inputs = _LayerNormBackward.formula((*args[:5], args[7]), args[8:])
+        return grads(*inputs)
 
 
 def backward_by_op(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import layer_norm  # by name: seqkern's may stand in its place in there
 
 from seqkern.reference.dropout import keep_mask
+from seqkern.reference.layer_norm import layer_norm
 from seqkern.reference.rnn_cells import gru_step, lstm_cell
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
@@ -61,10 +61,10 @@ def scan(
             border = (resets[t + backwards] & (t + backwards < end))[:, None]
             old_h, old_c = (None if s is None else torch.where(border, 0, s) for s in (h, c))
         h_gates = F.linear(old_h if mask is None else old_h * mask[d], w_hh)
-        h_gates = h_gates if norm is None else layer_norm(h_gates, (len(w_hh),), n_weight, n_bias, eps)
+        h_gates = h_gates if norm is None else layer_norm(h_gates, n_weight, n_bias, eps)
         h_gates = h_gates if b_hh is None else h_gates + b_hh
         if cell == LSTM:
-            norm_c = None if norm is None else lambda c: layer_norm(c, (hidden,), of_c[0], of_c[1], eps)
+            norm_c = None if norm is None else lambda c: layer_norm(c, of_c[0], of_c[1], eps)
             new_h, new_c = lstm_cell(x[t], h_gates, old_c, (0, 0, 0) if peephole is None else peephole, norm_c)
             new_h = new_h if w_hr is None else F.linear(new_h, w_hr)
             new_c = _zoneout(old_c, new_c, zoneout_c, seed, ((2 * d + 1) * steps + t) * batch)
