@@ -2,6 +2,7 @@
 # make test   set everything up, then run the tests
 # make bench  set everything up, then time every op against its peers
 # make gpu    on a machine with a GPU whose own Python has torch, triton, ninja and the test extras: build, test, time
+# make versions  set everything up, then run the tests on torch 2.10, 2.11 and the newest (downloads several GB each)
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ WORKERS ?= 2
 
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: demo test test-slow bench gpu lint format build wheel clean
+.PHONY: demo test test-slow versions bench gpu lint format build wheel clean
 
 demo: build
 	$(PY) -m examples.demo
@@ -22,6 +23,9 @@ test: build
 
 test-slow: build
 	$(PY) -m pytest -m slow
+
+versions: build
+	WORKERS=$(WORKERS) $(PY) tests/versions.py
 
 bench: build
 	$(PY) -m benchmarks
