@@ -5,7 +5,8 @@ binary must not depend on the torch, Python or CUDA version it was built with, a
 is, whether or not this torch was built for CUDA. Ninja does the incremental work.
 
 Beside it, where Python's headers are there, a small library that does depend on them: autograd nodes in C++, named
-after the torch and the Python that it is for, and loaded by no other.
+after the torch and the Python that it is for, and loaded by no other. It is built in place (`make build`, `pip install
+-e .`) and is in no wheel.
 """
 
 import importlib.util
@@ -84,6 +85,15 @@ def torch_root() -> Path:
 
 class NinjaBuildExt(build_ext):
     """Writes build.ninja and runs it; objects are kept, so only what changed is compiled again."""
+
+    def run(self) -> None:
+        if not (self.inplace or self.editable_mode):
+            # A wheel is for every torch from 2.10 on and every Python: what is for one of each is not part of it, nor
+            # what an earlier version of this file left in the folder that becomes the wheel.
+            self.extensions = [ext for ext in self.extensions if ext.name != NODE]
+            for left in Path(self.build_lib, *NODE.split(".")[:-1]).glob(f"{NODE.split('.')[-1]}-*.so"):
+                left.unlink()
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name == NODE and not python_headers().joinpath("Python.h").exists():

@@ -128,6 +128,8 @@ def test_wheel_is_small_and_for_every_python(wheel):
     tops = {name.split("/")[0] for name in files}
     assert sorted(tops) == ["seqkern", "seqkern-0.1.0.dist-info"], "nothing but seqkern at the top level"
     assert {"seqkern/_C.abi3.so", "seqkern/kernels/layer_norm.py"} <= set(files)
+    libraries = [name for name in files if name.endswith(".so")]
+    assert libraries == ["seqkern/_C.abi3.so"], "nothing that is tied to one torch or one Python"
 
 
 @pytest.fixture(scope="module")
