@@ -24,6 +24,14 @@ const AttentionKernels& kernels_for(const AttentionShape& shape) {
   return bf16 ? *bf16 : attention_kernels();
 }
 
+// As the kernels keep it: lse_t.
+ScalarType lse_type(const Problem& p) { return p.dtype == Dtype::f32 ? ScalarType::Double : p.acc; }
+
+// Whether the queries of a sequence, with all heads of a group, go to the `few_` kernels.
+bool is_few(const Problem& p, const AttentionKernels& kernels, const AttentionSequence& s, const char* op) {
+  return s.queries > 0 && checked_product({p.group, s.queries}, op) <= kernels.few_rows;
+}
+
 char* offset(const Tensor& t, int64_t elements) {
   return static_cast<char*>(t.mutable_data_ptr()) + elements * t.element_size();
 }
@@ -110,7 +118,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
   check_attention_sinks(a, p, sinks);
   const std::optional<Tensor> sink_row = sinks ? std::optional(as_contiguous(*sinks)) : std::nullopt;
   const Tensor out = p.rows_tensor(a.query, p.heads, p.query_rows, shape.value_dim);
-  const Tensor lse = empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc);
+  const Tensor lse = empty(a.query, {p.batch, p.heads, p.query_rows}, lse_type(p));
   if (p.heads == 0 || p.batch == 0 || p.query_rows == 0) return {out, lse};
 
   const Heads q(a.query), k(a.key), v(a.value), o(out);
@@ -125,7 +133,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
         o.zero(0, head, from, to);
         for (int64_t row = from; row < to; ++row) {
           const int64_t at = head * p.query_rows + row;
-          if (p.acc == ScalarType::Double) reinterpret_cast<double*>(offset(lse, 0))[at] = -HUGE_VAL;
+          if (lse_type(p) == ScalarType::Double) reinterpret_cast<double*>(offset(lse, 0))[at] = -HUGE_VAL;
           else reinterpret_cast<float*>(offset(lse, 0))[at] = -HUGE_VALF;
         }
       }
@@ -133,19 +141,17 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
   }
 
   // A head's keys and values stay in cache while its blocks of queries, the longest first, are done.
-  const auto is_few = [&](const AttentionSequence& s) {
-    return s.queries > 0 && checked_product({p.group, s.queries}, a.op) <= kernels.few_rows;
-  };
   std::vector<Item> items;
   std::vector<Few> few(p.sequences.size());
   int64_t partials = 0, counters = 0;
   for (const int32_t index : longest_first(p, [&](const AttentionSequence& s) {
-         const int64_t begin = is_few(s) ? 0 : (blocks(s.queries, kernels.block_q) - 1) * kernels.block_q;
+         const int64_t begin =
+             is_few(p, kernels, s, a.op) ? 0 : (blocks(s.queries, kernels.block_q) - 1) * kernels.block_q;
          const Range seen = visible_range(s, std::max<int64_t>(0, begin), s.queries);
          return std::min(s.queries, kernels.block_q) * (seen.end - seen.begin);
        })) {
     const AttentionSequence& s = p.sequences[static_cast<size_t>(index)].band;
-    if (is_few(s)) {
+    if (is_few(p, kernels, s, a.op)) {
       const Range seen = visible_range(s, 0, s.queries);
       Few& f = few[static_cast<size_t>(index)];
       f.first_chunk = seen.begin < seen.end ? seen.begin / kernels.few_keys : 0;
@@ -163,7 +169,8 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
   }
   const auto count = static_cast<int64_t>(items.size());
   if (count == 0) return {out, lse};
-  const Packed packed(p, kernels, k, v, false, [&](const AttentionSequence& s) { return !is_few(s); }, a.op);
+  const Packed packed(
+      p, kernels, k, v, false, [&](const AttentionSequence& s) { return !is_few(p, kernels, s, a.op); }, a.op);
 
   int64_t bytes = kernels.forward_scratch(shape);
   if (counters > 0) bytes = std::max(bytes, kernels.few_scratch(shape));
@@ -247,6 +254,7 @@ struct Backward {
   const std::optional<Tensor> grad_lse;
   const Heads grad_query, grad_key, grad_value, key_sum, value_sum;
   const Tensor grad_mask, distance;
+  const char* op;
   const bool own_mask;  // every head of every sequence has a mask of its own
   const Packed packed;
 
@@ -256,6 +264,7 @@ struct Backward {
     AttentionBackward args{p.shape,
                            s.band,
                            p.bias(s, head),
+                           is_few(p, kernels, s.band, op),
                            grad_out.rows(s.batch, head, s.query_row),
                            query.rows(s.batch, head, s.query_row),
                            key.rows(s.batch, kv_head, s.key_row),
@@ -416,7 +425,9 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const st
   const char* op = a.op;
   Problem p = check(a);
   AttentionShape& shape = p.shape;
-  check_attention_gradients(a, p, grad_out, grad_lse, out, lse, need_mask, need_slopes);
+  AttentionSizes sizes = p;
+  sizes.acc = lse_type(p);
+  check_attention_gradients(a, sizes, grad_out, grad_lse, out, lse, need_mask, need_slopes);
   shape.need_mask = need_mask;
   shape.need_slopes = need_slopes;
   const AttentionKernels& kernels = kernels_for(shape);
@@ -451,6 +462,7 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const st
                    Heads(sum_memory(g.value, shape.value_dim)),
                    g.mask,
                    g.distance,
+                   op,
                    own_mask,
                    Packed(p, kernels, key, value, true, [](const AttentionSequence& s) { return s.queries > 0; }, op)};
   zero_unseen(b);

@@ -10,6 +10,23 @@
 
 namespace seqkern {
 
+// What the log-sum-exp is kept in. Its rounding is an error of all weights of a row that the backward pass makes of it,
+// and of 200 in float32 that would be 1e-5: beside inputs of float32 it is float64, as scores are rounded less than it.
+template <class T>
+struct LseOf {
+  using type = double;  // of double and float
+};
+template <>
+struct LseOf<BFloat16> {
+  using type = float;
+};
+template <>
+struct LseOf<Half> {
+  using type = float;
+};
+template <class T>
+using lse_t = typename LseOf<T>::type;
+
 // A matrix whose rows have unit stride inside and any distance (in elements) from each other.
 struct Rows {
   const void* data;
@@ -48,8 +65,8 @@ struct AttentionBias {
   int64_t dropout_row = 0, dropout_head_stride = 0;                        // Philox row of query 0
 };
 
-// One head; for the `few_` kernels, the `heads` query heads of one key head. `lse`, `sinks` and `grad_lse` are in the
-// accumulation type of `dtype`.
+// One head; for the `few_` kernels, the `heads` query heads of one key head. `lse` and `grad_lse` are in lse_t, `sinks`
+// in the accumulation type of `dtype`.
 struct AttentionForward {
   AttentionShape shape;
   AttentionSequence sequence;
@@ -67,6 +84,7 @@ struct AttentionBackward {
   AttentionShape shape;
   AttentionSequence sequence;
   AttentionBias bias;
+  bool few;  // the forward pass went to the `few_` kernels
   Rows grad_out, query, key, value, out;
   const void* lse;       // (queries)
   const void* grad_lse;  // (queries) or null

@@ -1,7 +1,7 @@
 // The backward pass of one block of queries, in the steps that attention.h describes.
 #pragma once
 
-#include "attention_scores.h"
+#include "attention_few.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -9,7 +9,9 @@ namespace {
 
 template <class A>
 struct BackwardScratch {
-  A *query_t, *grad_out_t, *query, *grad_out, *scores, *grad_scores, *grad_query, *key, *value, *lse, *delta, *grad_lse;
+  A *query_t, *few_query, *grad_out_t, *query, *grad_out, *scores, *grad_scores, *grad_query, *key, *value, *delta,
+      *grad_lse;
+  A *lse, *remainder;               // their sum is the lse
   A *distance, *derivative, *kept;  // derivative, kept: tiles, only with softcap and dropout
   Lanes<A>* lanes;
   int64_t elements;
@@ -17,6 +19,7 @@ struct BackwardScratch {
     Arena<A> arena{static_cast<A*>(memory)};
     const int64_t head_width = round_up<A>(s.head_dim), value_width = round_up<A>(s.value_dim);
     query_t = arena.take(s.head_dim * kLaneStride);
+    few_query = arena.take(kFewRows * head_width);
     grad_out_t = arena.take(s.value_dim * kLaneStride);
     query = arena.take(kBlockQ * head_width);
     grad_out = arena.take(max(kBlockQ * value_width, s.value_dim * kLaneStride));  // or its transpose
@@ -26,6 +29,7 @@ struct BackwardScratch {
     key = arena.take(kBlockK * head_width);
     value = arena.take(kBlockK * value_width);
     lse = arena.take(kBlockQ);
+    remainder = arena.take(kBlockQ);
     delta = arena.take(kBlockQ);
     grad_lse = arena.take(kBlockQ);
     distance = arena.take(kBlockQ);
@@ -35,6 +39,34 @@ struct BackwardScratch {
     elements = arena.used;
   }
 };
+
+// Whether the scores were made by few_scores, whose sums have another order: they must be the same to the bit, for lse
+// belongs to them. (Where the results are rounded to 16 bits that is nothing.)
+template <class T>
+SK_INLINE bool few_products(const AttentionBackward& p) {
+  return kDots<acc_t<T>> && sizeof(T) == sizeof(acc_t<T>) && p.few;
+}
+
+// The scores of a tile, as few_scores makes them; all of its queries are in one block.
+template <class T, class A>
+void few_tile(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t) {
+  static_assert(kFewRows * kRowStride <= kBlockK * kLaneStride, "rows of scores, where the gradients come later");
+  A* by_row = t.grad_scores;
+  const int64_t begin = max(0, visible_range(p.sequence, 0, g.queries).begin - g.k0);
+  for (int64_t q = 0; q < g.queries; ++q)
+    for (int64_t k = begin / W<A> * W<A>; k < g.keys; k += W<A>) store(by_row + q * kRowStride + k, Vec<A>{});
+  dot_products<T>(at<T>(p.key, g.k0 + begin), p.key.stride, g.keys - begin, p.shape.head_dim, t.few_query, g.queries,
+                  by_row + begin);
+  for (int64_t k = g.begin; k < g.keys; k += W<A>) {
+    for (int64_t q = 0; q < g.lanes; q += W<A>) {
+      Vec<A> v[W<A>];
+      for (int i = 0; i < W<A>; ++i)
+        v[i] = q + i < g.queries && k + W<A> > begin ? load(by_row + (q + i) * kRowStride + k) : Vec<A>{};
+      transpose_square<A>(v);
+      for (int i = 0; i < W<A>; ++i) store(t.scores + (k + i) * kLaneStride + q, v[i]);
+    }
+  }
+}
 
 template <class T>
 void begin_block(const AttentionBackward& p, int64_t query_block, void* memory) {
@@ -46,6 +78,11 @@ void begin_block(const AttentionBackward& p, int64_t query_block, void* memory) 
   const T* grad_out = at<T>(p.grad_out, q0);
   transpose(at<T>(p.query, q0), p.query.stride, queries, lanes, s.head_dim, static_cast<A>(s.scale), t.query_t);
   transpose(grad_out, p.grad_out.stride, queries, lanes, s.value_dim, A(1), t.grad_out_t);
+  if (few_products<T>(p)) {
+    for (int64_t q = 0; q < queries; ++q)
+      store_query(at<T>(p.query, q0 + q), s.head_dim, static_cast<A>(s.scale),
+                  t.few_query + q * round_up<A>(s.head_dim));
+  }
   fill_lanes(s, p.sequence, p.bias, 0, q0, queries, 0, t.lanes);
   // delta is summed as the product dO V^T sums, so that dP - delta cancels exactly where one key has all the weight.
   A* out_t = t.grad_out;
@@ -58,11 +95,13 @@ void begin_block(const AttentionBackward& p, int64_t query_block, void* memory) 
   }
   for (int64_t q = 0; q < lanes; ++q) {
     // Padding and queries that see no key: exp(score - inf) = 0.
-    const A lse = q < queries ? static_cast<const A*>(p.lse)[q0 + q] : -kInfinity<A>;
-    const bool sees = lse != -kInfinity<A>;
-    t.lse[q] = sees ? lse : kInfinity<A>;
+    using L = lse_t<T>;
+    const L lse = q < queries ? static_cast<const L*>(p.lse)[q0 + q] : -kInfinity<L>;
+    const bool sees = lse != -kInfinity<L>;
+    t.lse[q] = sees ? static_cast<A>(lse) : kInfinity<A>;
+    t.remainder[q] = lse - lse == 0 ? static_cast<A>(lse - static_cast<L>(t.lse[q])) : A(0);
     t.delta[q] = sees ? t.delta[q] : A(0);
-    t.grad_lse[q] = p.grad_lse && sees ? static_cast<const A*>(p.grad_lse)[q0 + q] : A(0);
+    t.grad_lse[q] = p.grad_lse && sees ? static_cast<A>(static_cast<const L*>(p.grad_lse)[q0 + q]) : A(0);
     t.distance[q] = 0;
   }
   padded_rows(at<T>(p.query, q0), p.query.stride, queries, s.head_dim, t.query);
@@ -76,7 +115,8 @@ template <class T, class A>
 SK_INLINE void bias_gradients(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t, Tile<A> key) {
   const AttentionShape& s = p.shape;
   const Tile<A> value = plain_rows(at<T>(p.value, g.k0), p.value.stride, g.keys, s.value_dim, t.value);
-  for_key_strips(g, [&](const Part& part) { products(part, key, s.head_dim, t.query_t, t.scores); });
+  if (few_products<T>(p)) few_tile<T>(p, g, t);
+  else for_key_strips(g, [&](const Part& part) { products(part, key, s.head_dim, t.query_t, t.scores); });
   for_key_strips(g, [&](const Part& part) { products(part, value, s.value_dim, t.grad_out_t, t.grad_scores); });
   for_key_strips(g, [&](const Part& part) {
     if (modified(s)) modify_scores(s, *t.lanes, g.k0, part, t.scores, kLaneStride, t.derivative);
@@ -87,7 +127,7 @@ SK_INLINE void bias_gradients(const AttentionBackward& p, const Geometry& g, con
     for_lanes<A>(part.first, part.last, [&](auto vectors, int64_t q) {
       const int64_t at = part.begin * kLaneStride + q;
       score_gradients<A, vectors.count>(t.scores + at, t.grad_scores + at, kLaneStride, part.end - part.begin,
-                                        t.lse + q, t.delta + q, t.grad_lse + q);
+                                        t.lse + q, t.remainder + q, t.delta + q, t.grad_lse + q);
     });
     if (s.dropout.active) multiply(part, t.kept, t.scores, kLaneStride);
     hide(g, part, A(0), t.scores);
@@ -112,10 +152,17 @@ bool scores_block(const AttentionBackward& p, int64_t query_block, int64_t key_b
         char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
         write_to_mask(s.mask, part, g.queries, t.grad_scores, kLaneStride, corner, p.grad_mask.stride);
       }
-      if (s.softcap != 0) multiply(part, t.derivative, t.grad_scores, kLaneStride);
+      if (s.softcap != 0) {
+        multiply(part, t.derivative, t.grad_scores, kLaneStride);
+        hide(g, part, A(0), t.grad_scores);  // once more: the derivative of what is hidden may be NaN
+      }
     });
   }
   // dQ[q, d] += sum_k dS[k, q] K[k, d]
+  if (g.crossed && !all_finite(key, g.keys, width)) {
+    add_seen(g, t.grad_scores, key, width, true, t.grad_query);
+    return true;
+  }
   for_query_strips(g, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
     if (first < last)
       gemm<A>(end - begin, width, last - first, t.grad_scores + first * kLaneStride + begin, 1, kLaneStride,

@@ -224,7 +224,7 @@ void bias_gradients(const AttentionShape& s, const Geometry& g, const Part& part
   for_lanes<float>(part.first, part.last, [&](auto vectors, int64_t q) {
     const int64_t corner = part.begin * stride + q;
     score_gradients<float, vectors.count>(at.scores + corner, at.grad_scores + corner, stride, part.end - part.begin,
-                                          t.lse + q, t.delta + q, t.grad_lse + q);
+                                          t.lse + q, nullptr, t.delta + q, t.grad_lse + q);
   });
   if (s.dropout.active) multiply(part, at.kept, at.scores, stride);
   hide(g, part, 0.0f, at.scores, stride);
@@ -322,7 +322,10 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
       char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
       write_to_mask(s.mask, part, g.queries, at.grad_scores, stride, corner, p.grad_mask.stride);
     }
-    if (s.softcap != 0) multiply(part, at.derivative, at.grad_scores, stride);
+    if (s.softcap != 0) {
+      multiply(part, at.derivative, at.grad_scores, stride);
+      hide(g, part, 0.0f, at.grad_scores, stride);  // once more: the derivative of what is hidden may be NaN
+    }
     round_part(part, t, [&](int64_t q) {
       return [scores = at.scores + q, grad_scores = at.grad_scores + q](int64_t k, __m512& probability, __m512& ds) {
         probability = _mm512_load_ps(scores + k * stride);

@@ -3,9 +3,9 @@
 //   S = scale Q K^T,  P = softmax(S),  O = P V                                                     Vaswani et al. 2017
 //   m' = max(m, max S_j),  l' = l exp(m - m') + sum exp(S_j - m'),  O' = O exp(m - m') + exp(S_j - m') V_j
 //       over the blocks j of keys, and at the end O / l, lse = m + log l                  Milakov & Gimelshein 2018
-//   P = exp(S - lse),  delta = rowsum(dO O),  dV = P^T dO,  dS = P (dO V^T - delta + dlse),
-//   dK = scale dS^T Q,  dQ = scale dS K                          Dao et al. 2022 (and, for the work partition, Dao
-//   2023)
+//   P = exp(S - lse), lse not rounded (attention.h),  delta = rowsum(dO O),  dV = P^T dO,  dS = P (dO V^T - delta +
+//   dlse), dK = scale dS^T Q,  dQ = scale dS K                          Dao et al. 2022 (and, for the work partition,
+//   Dao 2023)
 //
 // A work item is a block of kBlockQ queries of one head. It goes over the keys that it sees in tiles of kBlockK; no
 // score outlives its tile, so memory is O(N). What is done once an item (transposing and converting Q and dO) is paid

@@ -552,8 +552,7 @@ void few_combine_rows(const AttentionForward& p, const void* partials, int64_t c
         }
         store_upto(out + column, total / denominator, s.value_dim - column);
       }
-      static_cast<A*>(p.lse)[head * p.lse_head_stride + i] =
-          sum == 0 ? -kInfinity<A> : most + static_cast<A>(__builtin_log(sum));
+      static_cast<lse_t<T>*>(p.lse)[head * p.lse_head_stride + i] = log_sum_exp<lse_t<T>>(most, sum);
     }
   }
 }

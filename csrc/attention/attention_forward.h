@@ -27,29 +27,6 @@ struct ForwardScratch {
   }
 };
 
-// out[q, c] (+)= sum_k P[k, q] V[k, c]. A hidden key has probability 0, but 0 times a NaN is NaN: where an edge
-// crosses, the queries of a strip take together the keys that all of them see, and the others one by one.
-template <class A>
-SK_INLINE void add_values(const Geometry& g, const A* scores, Tile<A> v, int64_t width, bool accumulate, A* out) {
-  for_query_strips(g, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
-    if (g.crossed) {
-      first = g.first_key(end - 1);
-      last = max(first, g.end_key(begin));
-    }
-    gemm<A>(end - begin, width, last - first, scores + first * kLaneStride + begin, 1, kLaneStride,
-            v.data + first * v.stride, v.stride, out + begin * width, width, accumulate);
-    if (!g.crossed) return;
-    for (int64_t q = begin; q < end; ++q) {
-      const int64_t seen = g.first_key(q), seen_end = g.end_key(q);
-      for (const auto& [from, to] : {Range{seen, min(seen_end, first)}, Range{max(seen, last), seen_end}}) {
-        if (from < to)
-          gemm<A>(1, width, to - from, scores + from * kLaneStride + q, 1, kLaneStride, v.data + from * v.stride,
-                  v.stride, out + q * width, width, true);
-      }
-    }
-  });
-}
-
 template <class T>
 void forward_block(const AttentionForward& p, int64_t query_block, void* memory) {
   using A = acc_t<T>;
@@ -106,17 +83,17 @@ void forward_block(const AttentionForward& p, int64_t query_block, void* memory)
       }
     }
     const Tile<A> v = padded_rows(at<T>(p.value, g.k0), p.value.stride, g.keys, s.value_dim, t.value);
-    add_values(g, t.scores, v, width, !first, t.out);
+    add_seen(g, t.scores, v, width, !first, t.out);
     first = false;
   }
 
-  A* lse = static_cast<A*>(p.lse);
+  auto* lse = static_cast<lse_t<T>*>(p.lse);
   for (int64_t q = 0; q < queries; ++q) {
     const A sum = t.sum[q];
     const A inverse = sum == 0 ? A(0) : A(1) / sum;
     for (int64_t c = 0; c < s.value_dim; c += W<A>)
       store_upto(at<T>(p.out, q0 + q) + c, first ? Vec<A>{} : load(t.out + q * width + c) * inverse, s.value_dim - c);
-    lse[q0 + q] = sum == 0 ? -kInfinity<A> : t.max[q] + static_cast<A>(__builtin_log(sum));
+    lse[q0 + q] = log_sum_exp<lse_t<T>>(t.max[q], sum);
   }
 }
 

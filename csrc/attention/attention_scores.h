@@ -245,20 +245,27 @@ SK_INLINE void exponentials(A* scores, int64_t stride, int64_t keys, const A* ru
   for (int j = 0; j < NV; ++j) store(sum + j * W<A>, load(sum + j * W<A>) + s[j]);
 }
 
-// scores = P = exp(scores - lse), grad_scores = dz = P * (dP - delta + dlse)
+template <class L, class A>
+SK_INLINE L log_sum_exp(A most, A sum) {
+  return sum == 0 ? -kInfinity<L> : static_cast<L>(static_cast<double>(most) + __builtin_log(static_cast<double>(sum)));
+}
+
+// scores = P = exp(scores - lse), grad_scores = dz = P * (dP - delta + dlse). lse comes rounded, and beside it what
+// that took away, or null: the difference of a large score from a large lse has no error.
 template <class A, int NV>
-SK_INLINE void score_gradients(A* scores, A* grad_scores, int64_t stride, int64_t keys, const A* lse, const A* delta,
-                               const A* grad_lse) {
-  Vec<A> l[NV], d[NV], g[NV];
+SK_INLINE void score_gradients(A* scores, A* grad_scores, int64_t stride, int64_t keys, const A* lse,
+                               const A* remainder, const A* delta, const A* grad_lse) {
+  Vec<A> l[NV], r[NV], d[NV], g[NV];
   for (int j = 0; j < NV; ++j) {
     l[j] = load(lse + j * W<A>);
+    r[j] = remainder ? load(remainder + j * W<A>) : Vec<A>{};
     d[j] = load(delta + j * W<A>);
     g[j] = load(grad_lse + j * W<A>);
   }
   for (int64_t k = 0; k < keys; ++k) {
     for (int j = 0; j < NV; ++j) {
       const int64_t at = k * stride + j * W<A>;
-      const Vec<A> probability = exp_nonpositive<A>(load(scores + at) - l[j]);
+      const Vec<A> probability = exp_nonpositive<A>(load(scores + at) - l[j] - r[j]);
       store(scores + at, probability);
       store(grad_scores + at, probability * (load(grad_scores + at) - d[j] + g[j]));
     }

@@ -196,6 +196,40 @@ SK_INLINE void products(const Part& part, Tile<A> rows, int64_t dim, const A* co
           columns + part.first, kLaneStride, scores + part.begin * kLaneStride + part.first, kLaneStride, false);
 }
 
+// out[q, c] (+)= sum_k tile[k, q] rows[k, c]. A hidden entry of the tile is 0, but 0 times a NaN is NaN: where an edge
+// crosses, the queries of a strip take together the keys that all of them see, and the others one by one.
+template <class A>
+SK_INLINE void add_seen(const Geometry& g, const A* tile, Tile<A> rows, int64_t width, bool accumulate, A* out) {
+  for_query_strips(g, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
+    if (g.crossed) {
+      first = g.first_key(end - 1);
+      last = max(first, g.end_key(begin));
+    }
+    gemm<A>(end - begin, width, last - first, tile + first * kLaneStride + begin, 1, kLaneStride,
+            rows.data + first * rows.stride, rows.stride, out + begin * width, width, accumulate);
+    if (!g.crossed) return;
+    for (int64_t q = begin; q < end; ++q) {
+      const int64_t seen = g.first_key(q), seen_end = g.end_key(q);
+      for (const auto& [from, to] : {Range{seen, min(seen_end, first)}, Range{max(seen, last), seen_end}}) {
+        if (from < to)
+          gemm<A>(1, width, to - from, tile + from * kLaneStride + q, 1, kLaneStride, rows.data + from * rows.stride,
+                  rows.stride, out + q * width, width, true);
+      }
+    }
+  });
+}
+
+template <class A>
+SK_INLINE bool all_finite(Tile<A> rows, int64_t count, int64_t columns) {
+  Vec<A> sum = {};  // 0, or NaN
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t c = 0; c < columns; c += W<A>) {
+      const Vec<A> x = load(rows.data + r * rows.stride + c);
+      sum += x - x;
+    }
+  return sum_lanes<A>(sum) == 0;
+}
+
 }  // namespace
 }  // namespace SK_TIER
 }  // namespace seqkern

@@ -26,7 +26,10 @@ _TENSORS, _NUMBERS = 10, 9
 
 
 def run(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by the backend's kernel, or by the reference with the reference's own derivatives."""
+    """Output and log-sum-exp by the backend's kernel, or by the reference with the reference's own derivatives.
+
+    The log-sum-exp as the kernel keeps it for the backward pass: see `lse_dtype`.
+    """
     query, key, value, attn_mask, _, _, _, alibi_slopes, sinks, *_ = arguments
     if backend == "reference":
         return formula(*arguments)
@@ -48,6 +51,18 @@ def formula(*arguments: Any) -> tuple[Tensor, Tensor]:
     if lower_right:
         diagonal = diagonal + _lengths(key_lengths, key.shape[2]) - query.shape[2]
     return reference.attention(query, key, value, *tensors, diagonal, *numbers)
+
+
+def lse_dtype(query: Tensor) -> torch.dtype:
+    """Of the kernels' log-sum-exp: on a CPU, beside float32, it is not rounded (csrc/attention/attention.h)."""
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        return torch.float64
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def rounded_lse(lse: Tensor, out: Tensor) -> Tensor:
+    """The kernels' log-sum-exp as users get it: float32 or wider, as the output."""
+    return lse.to(torch.promote_types(out.dtype, torch.float32))
 
 
 def _lengths(key_lengths: Tensor | None, rows: int) -> Any:
@@ -169,7 +184,9 @@ class _AttentionBackward(torch.autograd.Function):
                 out, lse = blocks.outputs(block, *inputs)
                 return out if grad_lse is None else (out, lse)
 
-            found = gradients(outputs, inputs, grad_out if grad_lse is None else (grad_out, grad_lse))
+            # The reference computes in what the query is in here.
+            cotangents = grad_out if grad_lse is None else (grad_out, grad_lse.to(inputs[0].dtype))
+            found = gradients(outputs, inputs, cotangents)
             return tuple(found[n] for n in wanted)
 
         tensors = (grad_out, grad_lse, *_differentiable(inputs))
@@ -233,7 +250,7 @@ def _sum_of_sequences(distance: Tensor, query_starts: Tensor | None) -> Tensor:
 
 
 def _grad_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, dtype=torch.float64)
+    delta = (grad_out.to(sinks.dtype) * out.to(sinks.dtype)).sum(-1, dtype=torch.float64)
     if grad_lse is not None:
         delta = delta - grad_lse
     weight = torch.exp(sinks[:, None].double() - lse)  # of the sink in each row's softmax
@@ -256,8 +273,8 @@ _INPUTS = ("row", "key", "key", "mask", "slopes", "sinks")
 def _like_outputs(inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Sizes and dtypes of output and log-sum-exp."""
     query, rows = inputs[0], inputs[0].shape[:3]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(()).expand(*rows, inputs[2].shape[3]), query.new_empty((), dtype=wide).expand(rows)
+    lse = query.new_empty((), dtype=lse_dtype(query))
+    return query.new_empty(()).expand(*rows, inputs[2].shape[3]), lse.expand(rows)
 
 
 def _differentiable(tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -406,7 +423,7 @@ def _empty(like: Tensor, packed: bool, last: int) -> Tensor:
 
 @torch.library.register_fake("seqkern::attention_fwd")
 def _(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, query_starts: Tensor | None, *_: Any) -> Any:
-    lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    lse = query.new_empty(query.shape[:3], dtype=lse_dtype(query))
     return _empty(query, query_starts is not None, value.shape[3]), lse
 
 
@@ -428,7 +445,8 @@ def _(
     grad_mask = query.new_empty(0)
     if need_mask and attn_mask is not None:
         grad_mask = attn_mask.new_empty(attn_mask.shape)
-    distance = lse.new_empty(query.shape[:3] if need_slopes else 0)
+    acc = torch.promote_types(query.dtype, torch.float32)
+    distance = query.new_empty(query.shape[:3] if need_slopes else 0, dtype=acc)
     return *(_empty(t, packed, t.shape[3]) for t in (query, key, value)), grad_mask, distance
 
 

@@ -8,7 +8,7 @@ from torch.fx import Proxy
 from torch.nn.functional import scaled_dot_product_attention as _torchs
 
 from seqkern._library import backend_for
-from seqkern.ops._attention_autograd import run
+from seqkern.ops._attention_autograd import rounded_lse, run
 from seqkern.ops._attention_checks import (
     autocast,
     broadcast,
@@ -212,7 +212,7 @@ def attention(
         _seed(op, dropout_p, query), queries, keys, diagonal, False, left, right, check_scale(op, scale, head_dim),
         check_softcap(op, softcap), dropout_p,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, rounded_lse(lse, out)) if return_lse else out
 
 
 def attention_varlen(
@@ -308,7 +308,7 @@ def attention_varlen(
         check_scale(op, scale, head_dim), check_softcap(op, softcap), dropout_p,
     )  # fmt: skip
     out = out[0].transpose(0, 1)
-    return (out, lse[0].transpose(0, 1)) if return_lse else out
+    return (out, rounded_lse(lse, out)[0].transpose(0, 1)) if return_lse else out
 
 
 def _seed(op: str, dropout_p: float, query: Tensor) -> Tensor | None:

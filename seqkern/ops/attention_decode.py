@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from seqkern import _attention_cuda
 from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
 from seqkern._library import backend_for
-from seqkern.ops._attention_autograd import run
+from seqkern.ops._attention_autograd import rounded_lse, run
 from seqkern.ops._attention_checks import (
     check_band,
     check_batch,
@@ -156,7 +156,7 @@ def attention_decode(
         backend, query, key_cache, value_cache, None, None, None, lengths, alibi_slopes, sinks, None, queries, room,
         0, True, left, right, scale, softcap, 0.0,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, rounded_lse(lse, out)) if return_lse else out
 
 
 def _decodes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
