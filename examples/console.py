@@ -58,6 +58,14 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s"
 
 
+def timed(value: float, disturbed: bool) -> str:
+    """A time, with a mark where other work changed it."""
+    return seconds(value) + ("*" if disturbed else "")
+
+
+DISTURBED = "* other work disturbed this time, and again when it was repeated (a training is not)"
+
+
 def megabytes(value: float | None) -> str:
     if value is None:
         return "out of memory"
@@ -140,13 +148,14 @@ def percent(value: float | None) -> str:
 def cost_table(result: dict[str, Any], direction: str) -> Table:
     """float32 attention beside the LSTMs."""
     shown: dict[str, Cell] = dict.fromkeys(
-        result["compared"], lambda point: f"{seconds(point['seconds'])}, {megabytes(point['peak_bytes'])}"
+        result["compared"],
+        lambda point: f"{timed(point['seconds'], point['disturbed'])}, {megabytes(point['peak_bytes'])}",
     )
     title = f"One head of width {result['width']}, float32, {_measured(result, direction)}"
     table = _by_length(result, direction, shown, title)
     table.add_section()
     table.add_row("exponent", *(_exponents(result, name, direction) for name in shown))
-    return table
+    return _with_note(table)
 
 
 def variants_table(result: dict[str, Any], direction: str) -> Table:
@@ -156,7 +165,7 @@ def variants_table(result: dict[str, Any], direction: str) -> Table:
         return percent(point["share_of_gemm"])
 
     def everything(point: dict[str, Any]) -> str:
-        return f"{seconds(point['seconds'])}, {megabytes(point['peak_bytes'])}, {share(point)}"
+        return f"{timed(point['seconds'], point['disturbed'])}, {megabytes(point['peak_bytes'])}, {share(point)}"
 
     compared = set(result["compared"])
     shown: dict[str, Cell] = {name: share if name in compared else everything for name in result["variants"]}
@@ -166,7 +175,7 @@ def variants_table(result: dict[str, Any], direction: str) -> Table:
     table.add_row("exponent", *("" if n in compared else _exponents(result, n, direction) for n in shown))
     rates = (f"{rate / 1e9:,.0f} in {dtype}" for dtype, rate in result["gemm"]["flops_per_second"].items())
     table.caption = f"window of {result['window']}; GEMM, a large matrix product, GFLOP/s: {', '.join(rates)}"
-    return table
+    return _with_note(table)
 
 
 Cell = Callable[[dict[str, Any]], str]  # what a table says of a point
@@ -189,7 +198,8 @@ def _by_length(result: dict[str, Any], direction: str, shown: dict[str, Cell], t
 
 def _exponents(result: dict[str, Any], name: str, direction: str) -> str:
     fit = next(e for e in result["exponents"] if (e["implementation"], e["direction"]) == (name, direction))
-    return f"{optional(fit['time'])}, {optional(fit['memory'])}"
+    mark = "*" if fit["time"] is not None and fit["disturbed"] else ""
+    return f"{optional(fit['time'])}{mark}, {optional(fit['memory'])}"
 
 
 def recurrent_table(result: dict[str, Any]) -> Table:
@@ -197,10 +207,13 @@ def recurrent_table(result: dict[str, Any]) -> Table:
     title = f"Recurrent layers of width {result['width']}, batch {result['batch']}, {result['steps']} steps, float32"
     table = Table("layer", "work", *(f"{name}, a step" for name in LIBRARIES), "times faster", title=title)
     for row in result["rows"]:
-        cells = (f"{seconds(row['step_seconds'][n])}, {percent(row['share_of_gemm'][n])}" for n in LIBRARIES)
+        cells = (
+            f"{timed(row['step_seconds'][name], row['disturbed'][name])}, {percent(row['share_of_gemm'][name])}"
+            for name in LIBRARIES
+        )
         table.add_row(row["layer"], row["work"], *cells, f"{row['speed_ratio']:.2f}")
     table.caption = "share: of the speed of a matrix product"
-    return table
+    return _with_note(table)
 
 
 def training_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -209,8 +222,15 @@ def training_table(results: Sequence[dict[str, Any]]) -> Table:
     for result in results:
         for name, run in result["runs"].items():
             numbers = (f"{run['held_out'][-1][1]:.3f}", f"{run['bytes_per_second']:,.0f}", megabytes(run["peak_bytes"]))
-            table.add_row(result["model"], name, *numbers, f"{run['seconds']:.1f}")
+            table.add_row(result["model"], name, *numbers, f"{run['seconds']:.1f}{'*' if run['disturbed'] else ''}")
         table.add_section()
+    return _with_note(table)
+
+
+def _with_note(table: Table) -> Table:
+    """What the mark says, where there is one."""
+    if any("*" in str(cell) for column in table.columns for cell in column.cells):
+        table.caption = f"{table.caption}; {DISTURBED}" if table.caption else DISTURBED
     return table
 
 

@@ -72,6 +72,13 @@ def _by_direction(result: dict[str, Any], names: Sequence[str], quantities: Sequ
                 exponent = fits[name][fitted] if fitted else None
                 label = name if exponent is None else f"{name}, grows as $N^{{{exponent:.2f}}}$"
                 ax.plot(*zip(*drawn, strict=True), label=label, **STYLE[name])
+                marked = [
+                    (p["length"], p[key] * scale)
+                    for p in points
+                    if p["implementation"] == name and p[key] and p["disturbed"] and key != "peak_bytes"
+                ]
+                if marked:
+                    ax.plot(*zip(*marked, strict=True), "x", color="black", markersize=9)
             _log_log(ax, sorted({p["length"] for p in points}))
             ax.set_title(f"{title}, {passes if key == 'peak_bytes' else direction}", loc="left")
             ax.legend(fontsize=8, frameon=False)

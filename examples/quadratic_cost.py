@@ -6,13 +6,14 @@ from torch and from seqkern. Then the two fused ones in bfloat16, and seqkern's 
 with N alone. Each runs for N = 128, 256, ... while the budget lasts.
 
 Forward and backward are timed apart, backward again and again on one kept graph. Times are medians of rounds in which
-the implementations take turns, so that a slow moment of the machine hits all of them. Memory is that of a forward pass,
+the implementations take turns, so that a slow moment of the machine hits all of them; what other work disturbed is
+timed again, and marked if that does not help (examples/timing.py). Memory is that of a forward pass,
 and of forward and backward together; it is measured apart from time, every point in a process of its own
 (examples/memory.py). The exponent is the slope of a least-squares line in log-log over the upper part, N >= 1024, where
-fixed costs no longer show.
+fixed costs no longer show, without the disturbed points where three others are left.
 
 The share of GEMM is what attention reaches of the machine's speed: the operations that the visible scores need, over
-the time of the fastest round, beside the rate of the fastest large matrix product in the same dtype and the same run
+that same time, beside the rate of the fastest large matrix product in the same dtype and the same run
 (in float32 where the machine has no instructions for the dtype).
 
     python -m examples.quadratic_cost --budget 60
@@ -36,6 +37,7 @@ from torch.nn import functional as F
 import seqkern
 from examples.console import console, cost_table, progress, variants_table
 from examples.memory import Task, peaks_in_fresh_processes
+from examples.timing import Allowance, time_in_turns, time_undisturbed
 from seqkern.ops.attention import cost
 
 WIDTH = 64
@@ -88,7 +90,8 @@ VARIANTS = tuple(name for name in ATTENTION if name != MATERIALISED)
 
 @dataclass(frozen=True)
 class Point:
-    """One implementation at one length: median, fastest and slowest seconds, and bytes (None: not measured).
+    """One implementation at one length: seconds of the median, the fastest and the slowest round, and bytes (None: not
+    measured).
 
     The bytes are those of `PASSES[direction]`: beside the time of backward, the peak of forward and backward together.
     """
@@ -101,6 +104,7 @@ class Point:
     slowest: float
     rounds: int
     peak_bytes: int | None = None
+    disturbed: bool = False  # other work changed the times, and again when they were repeated
 
 
 def dtype_of(implementation: str) -> torch.dtype:
@@ -146,34 +150,17 @@ def prepare_warm(implementation: str, length: int, direction: str) -> Callable[[
     return prepare(implementation, length, direction)
 
 
-def time_in_turns(
-    works: dict[str, Callable[[], object]], budget: float, least: int = 3, most: int = 30
-) -> dict[str, list[float]]:
-    """Seconds of every round of every work, in turns A B C A B C, until each has spent its share of the budget.
-
-    So what is short has more rounds: a moment that another program takes would be most of its time.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for done in range(most):
-        for name, work in works.items():
-            if done < least or sum(seconds[name]) < budget / len(works):
-                start = time.perf_counter()
-                work()
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def measure_times(lengths: Iterable[int], budget: float) -> Iterator[list[Point]]:
     """The timed points of each length in turn, within a budget of seconds.
 
     Up to N = 8192 every implementation runs, three rounds at least while the budget lasts. Beyond, the materialised one
     does not, the slowest are dropped until the rounds of the rest fit into what is left, and the series ends when none
-    would.
+    would. Repeating what was disturbed may take half of the budget again.
     """
-    begin, previous = time.perf_counter(), 0
+    begin, previous, repeats = time.perf_counter(), 0, Allowance(budget / 2)
     fastest = dict.fromkeys(IMPLEMENTATIONS, 0.0)  # seconds of a round, both directions, at the length before
     for length in lengths:
-        left = budget - (time.perf_counter() - begin)
+        left = budget + (budget / 2 - repeats.left) - (time.perf_counter() - begin)
         running = list(fastest)
         if length**2 * BYTES_PER_SCORE > psutil.virtual_memory().available / 2 and MATERIALISED in running:
             running.remove(MATERIALISED)
@@ -188,9 +175,9 @@ def measure_times(lengths: Iterable[int], budget: float) -> Iterator[list[Point]
         points = []
         for direction in DIRECTIONS:
             works = {name: prepare(name, length, direction) for name in running}
-            for name, seconds in time_in_turns(works, budget / 50, least=3 if left > 0 else 1).items():
-                median = statistics.median(seconds)
-                points.append(Point(name, direction, length, median, min(seconds), max(seconds), len(seconds)))
+            for name, timing in time_undisturbed(works, budget / 50, repeats, least=3 if left > 0 else 1).items():
+                found = timing.seconds, timing.fastest, timing.slowest, len(timing.rounds)
+                points.append(Point(name, direction, length, *found, disturbed=timing.disturbed))
         fastest = {name: sum(p.fastest for p in points if p.implementation == name) for name in running}
         previous = length
         yield points
@@ -235,16 +222,16 @@ def gemm_rates(size: int = GEMM_SIZE, products: int = 3) -> dict[str, float]:
 def product_rate(dtype: torch.dtype, size: int, products: int) -> float:
     """Operations per second of the fastest of some products of two square matrices."""
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    seconds = time_in_turns({"product": partial(torch.mm, a, b)}, budget=0.3, least=1, most=products)["product"]
-    return 2 * size**3 / min(seconds)
+    fastest = time_in_turns({"product": partial(torch.mm, a, b)}, budget=0.3, least=1, most=products)["product"].fastest
+    return 2 * size**3 / fastest
 
 
 def share_of_gemm(point: Point, rates: dict[str, float]) -> float | None:
-    """What the fastest round reached of the rate of a matrix product; None of an LSTM, and without a rate."""
+    """What the median round reached of the rate of a matrix product; None of an LSTM, and without a rate."""
     rate = rates.get(str(dtype_of(point.implementation)).removeprefix("torch."))
     if rate is None or point.implementation not in ATTENTION:
         return None
-    return needed_flops(point.implementation, point.length, point.direction) / point.fastest / rate
+    return needed_flops(point.implementation, point.length, point.direction) / point.seconds / rate
 
 
 def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float | None:
@@ -278,12 +265,15 @@ def analyse(points: Sequence[Point], rates: dict[str, float]) -> dict[str, Any]:
     for name in IMPLEMENTATIONS:
         for direction in DIRECTIONS:
             upper = [p for p in series(points, name, direction) if p.length >= ASYMPTOTIC_LENGTH]
+            quiet = [p for p in upper if not p.disturbed]
+            timed = quiet if len(quiet) >= 3 else upper
             large = [p for p in upper if p.peak_bytes and p.peak_bytes >= ASYMPTOTIC_BYTES]
             exponents.append(
                 {
                     "implementation": name,
                     "direction": direction,
-                    "time": fit_exponent([p.length for p in upper], [p.seconds for p in upper]),
+                    "time": fit_exponent([p.length for p in timed], [p.seconds for p in timed]),
+                    "disturbed": any(p.disturbed for p in timed),
                     "memory": fit_exponent([p.length for p in large], [float(p.peak_bytes or 0) for p in large]),
                 }
             )

@@ -8,7 +8,6 @@ have three quarters of the tokens: torch gets them packed, seqkern padded, with 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import seqkern
 from examples.console import console, progress, recurrent_table
-from examples.quadratic_cost import gemm_rates, time_in_turns
+from examples.quadratic_cost import gemm_rates
+from examples.timing import Allowance, time_undisturbed
 from seqkern.ops.rnn import cost
 
 BATCH, STEPS, WIDTH = 16, 64, 256
@@ -61,37 +61,44 @@ def _call(module: torch.nn.Module, work: str, input: Any, **options: Any) -> Cal
 
 
 def measure(budget: float, least: int = 5) -> Iterator[dict[str, Any]]:
-    """A row for each layer and work: seconds of a step, and the share of GEMM's rate.
+    """A row for each layer and work: seconds of a step, of the median round, and the operations of a step.
 
-    In about `budget` seconds, but at least so many rounds.
+    In about `budget` seconds, but at least so many rounds; as long again for what other work disturbed.
     """
-    rate = gemm_rates()["float32"]
+    repeats = Allowance(budget)
     for layer, (kind, _) in LAYERS.items():
         for work in PASSES:
             calls, tokens = works(layer, work)
             for call in calls.values():
                 call()
-            seconds = time_in_turns(calls, budget / (len(LAYERS) * len(PASSES)), least=least, most=100)
+            timings = time_undisturbed(calls, budget / (len(LAYERS) * len(PASSES)), repeats, least=least, most=100)
             flops = cost(tokens, 1, WIDTH, WIDTH, torch.float32, cell=kind.lower()).flops
             if work == "training":
                 flops += cost(tokens, 1, WIDTH, WIDTH, torch.float32, cell=kind.lower(), backward=True).flops
-            ratios = [a / b for a, b in zip(*seconds.values(), strict=False)]  # of the rounds that both ran
             yield {
                 "layer": layer,
                 "work": work,
-                "step_seconds": {name: statistics.median(times) / STEPS for name, times in seconds.items()},
-                "speed_ratio": statistics.median(ratios),
-                "share_of_gemm": {name: flops / min(times) / rate for name, times in seconds.items()},
+                "step_flops": flops / STEPS,
+                "step_seconds": {name: timing.seconds / STEPS for name, timing in timings.items()},
+                "speed_ratio": timings["torch"].seconds / timings["seqkern"].seconds,
+                "disturbed": {name: timing.disturbed for name, timing in timings.items()},
             }
+
+
+def with_shares(row: dict[str, Any], rate: float) -> dict[str, Any]:
+    """The row with the share of GEMM's rate that the time of a step stands for."""
+    return row | {"share_of_gemm": {name: row["step_flops"] / s / rate for name, s in row["step_seconds"].items()}}
 
 
 def run_with_progress(budget: float) -> dict[str, Any]:
     rows = []
+    rate = gemm_rates()["float32"]
     with progress("cost of recurrent layers", len(LAYERS) * len(PASSES)) as advance:
         for row in measure(budget):
             rows.append(row)
+            rate = max(rate, gemm_rates()["float32"])  # the machine's best moment
             advance(f"{row['layer']}, {row['work']}")
-    return {"batch": BATCH, "steps": STEPS, "width": WIDTH, "rows": rows}
+    return {"batch": BATCH, "steps": STEPS, "width": WIDTH, "rows": [with_shares(row, rate) for row in rows]}
 
 
 if __name__ == "__main__":

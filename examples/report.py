@@ -43,7 +43,7 @@ def render(results: dict[str, Any], figures: dict[str, str]) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    for formatter in (console.seconds, console.megabytes, console.optional, console.percent, console.by_kernel):
+    for formatter in (console.timed, console.megabytes, console.optional, console.percent, console.by_kernel):
         environment.filters[formatter.__name__] = formatter
     environment.globals |= {"no_kernel": console.NO_KERNEL, "libraries": console.LIBRARIES}
     return environment.get_template("report.html.j2").render(figures=figures, **results)

@@ -24,6 +24,7 @@ from torch import nn
 from examples import language_model, text
 from examples.console import Advance, checks_table, console, progress, sample_panel, training_table
 from examples.memory import Task, peaks_in_fresh_processes
+from examples.timing import DISTURBED
 
 # The two versions compute the same in another order of summation. Rounding grows as training goes on.
 EARLY_STEPS, EARLY_LIMIT, FINAL_LIMIT = 100, 1e-3, 0.02
@@ -133,7 +134,9 @@ def train(
                 "losses": run.losses,
                 "held_out": run.held_out,
                 "seconds": sum(run.seconds),
-                "bytes_per_second": bytes_a_step / statistics.median(run.seconds),
+                "bytes_per_second": bytes_a_step * recipe.steps / sum(run.seconds),
+                # The sum is what a training takes; were no step slower than the median one, it would be far less.
+                "disturbed": sum(run.seconds) > DISTURBED * statistics.median(run.seconds) * recipe.steps,
                 "peak_bytes": None,
             }
             for library, run in runs.items()

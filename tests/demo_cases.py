@@ -63,8 +63,13 @@ def verified() -> list[dict[str, Any]]:
 
 def synthetic_results() -> dict[str, Any]:
     losses = [6.0 - 0.01 * step for step in range(120)]
-    run = run_record(losses, 2.5) | {"seconds": 1.0, "bytes_per_second": 1e4, "peak_bytes": None}
-    other = run_record(losses, 2.6) | {"seconds": 2.0, "bytes_per_second": 5e3, "peak_bytes": 7_000_000}
+    run = run_record(losses, 2.5) | {"seconds": 1.0, "bytes_per_second": 1e4, "peak_bytes": None, "disturbed": False}
+    other = run_record(losses, 2.6) | {
+        "seconds": 2.0,
+        "bytes_per_second": 5e3,
+        "peak_bytes": 7_000_000,
+        "disturbed": True,
+    }
     trained = {
         "model": "transformer", "parameters": 1000, "recipe": vars(training.Recipe(120, 1e-3)), "same_start": True,
         "runs": {"torch": run, "seqkern": other}, "speed_ratio": 1.0, "agreement": training.agreement(run, run),
@@ -88,9 +93,9 @@ def synthetic_results() -> dict[str, Any]:
         ),
         "recurrent": {"batch": 16, "steps": 64, "width": 256, "rows": [
             {"layer": "GRU", "work": "training", "step_seconds": {"torch": 2e-4, "seqkern": 5e-5}, "speed_ratio": 4.0,
-             "share_of_gemm": {"torch": 0.2, "seqkern": 0.8}},
+             "share_of_gemm": {"torch": 0.2, "seqkern": 0.8}, "disturbed": {"torch": True, "seqkern": False}},
             {"layer": "LSTM", "work": "training", "step_seconds": {"seqkern": 6e-5, "torch": 3e-4}, "speed_ratio": 5.0,
-             "share_of_gemm": {"seqkern": 0.7, "torch": 0.1}},
+             "share_of_gemm": {"seqkern": 0.7, "torch": 0.1}, "disturbed": {"torch": False, "seqkern": False}},
         ]},
         "text": {"source": "test", "train": 10, "held_out": 1,
                  "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},

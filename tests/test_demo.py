@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from examples import (
     quadratic_cost,
     recurrent_cost,
     text,
+    timing,
     training,
     verification,
 )
@@ -51,21 +53,6 @@ def test_crossover_lies_where_the_curves_cross() -> None:
     assert quadratic_cost.crossover(lengths, square, [1.0] * 4) is None  # dearer from the start
 
 
-def test_implementations_take_turns() -> None:
-    order: list[str] = []
-    works = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
-    seconds = quadratic_cost.time_in_turns(works, budget=0.0, least=3, most=10)
-    assert order == ["a", "b"] * 3
-    assert [len(s) for s in seconds.values()] == [3, 3]
-
-
-def test_what_is_short_has_more_rounds() -> None:
-    works = {"long": lambda: time.sleep(0.02), "short": lambda: time.sleep(0.001)}
-    seconds = quadratic_cost.time_in_turns(works, budget=0.08, least=1, most=10)
-    assert len(seconds["long"]) == 2  # half of the budget each
-    assert len(seconds["short"]) == 10
-
-
 def test_timing_stops_at_what_the_budget_and_the_memory_allow() -> None:
     measured = list(quadratic_cost.measure_times([16, 32, 2**20], budget=5.0))
     assert [points[0].length for points in measured] == [16, 32]
@@ -76,9 +63,17 @@ def test_timing_stops_at_what_the_budget_and_the_memory_allow() -> None:
 
 
 def test_beyond_the_required_length_the_slowest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(name: str, length: int, direction: str) -> Any:
-        return lambda: time.sleep(0.02 if name == "torch LSTM" else 1e-4)
+    now = 0.0  # a clock that only the works move
 
+    def prepare(name: str, length: int, direction: str) -> Any:
+        def work() -> None:
+            nonlocal now
+            now += 0.02 if name == "torch LSTM" else 1e-4
+
+        return work
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing.yardstick, "slowness", lambda: 1.0)
     monkeypatch.setattr(quadratic_cost, "REQUIRED_LENGTH", 16)
     monkeypatch.setattr(quadratic_cost, "prepare", prepare)
     first, second = ({p.implementation for p in points} for points in quadratic_cost.measure_times([16, 32], 0.5))
@@ -125,12 +120,10 @@ def test_backward_goes_over_one_graph_again_and_again(name: str, monkeypatch: py
     assert not output.requires_grad
 
 
-def test_the_rate_of_a_matrix_product_is_of_each_dtype() -> None:
+def test_the_rate_of_a_matrix_product_is_of_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "seconds_of", lambda work, calls=1: 2e-3 if work().dtype == torch.float32 else 1e-3)
     rates = quadratic_cost.gemm_rates(size=256)
-    assert set(rates) == {"float32", "bfloat16"}
-    a = torch.randn(256, 256)
-    fastest = min(quadratic_cost.time_in_turns({"product": lambda: a @ a}, 0.0, least=20)["product"])
-    assert 0.01 < rates["float32"] / (2 * 256**3 / fastest) < 10
+    assert rates == pytest.approx({"float32": 2 * 256**3 / 2e-3, "bfloat16": 2 * 256**3 / 1e-3})
 
 
 def test_a_dtype_without_instructions_is_held_against_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +141,9 @@ def test_a_dtype_without_instructions_is_held_against_float32(monkeypatch: pytes
 def test_share_of_gemm_is_the_needed_operations_over_the_rate() -> None:
     rates = {"float32": 1e9, "bfloat16": 4e9}
     visible = 1000 * 1001 // 2
-    point = Point("seqkern", "forward", 1000, 2.0, 1.0, 3.0, 3)  # the fastest round counts
-    share = quadratic_cost.share_of_gemm(point, rates)
-    assert share == pytest.approx(4 * quadratic_cost.WIDTH * visible / 1e9)
+    point = Point("seqkern", "forward", 1000, 2.0, 1.0, 3.0, 3)  # the round counts whose time is told: not the fastest
+    assert quadratic_cost.share_of_gemm(point, rates) == pytest.approx(4 * quadratic_cost.WIDTH * visible / 2e9)
+    share = 4 * quadratic_cost.WIDTH * visible / 1e9  # of a second
     shares = {
         (name, direction): quadratic_cost.share_of_gemm(Point(name, direction, 1000, 1.0, 1.0, 1.0, 3), rates)
         for name in IMPLEMENTATIONS
@@ -181,6 +174,21 @@ def test_analysis_of_known_points() -> None:
     shares = [p["share_of_gemm"] for p in result["points"] if (p["implementation"], p["length"]) == ("seqkern", 8192)]
     flops = 4 * quadratic_cost.WIDTH * 8192 * 8193 // 2
     assert shares == pytest.approx([x * flops / (5e-10 * 8192**2) / RATES["float32"] for x in (1, 2.5)])
+
+
+def test_exponents_leave_out_what_was_disturbed() -> None:
+    def fits(*lengths: int) -> dict[str, Any]:
+        """With the points of these lengths ten times slower, and marked."""
+        points = [
+            replace(p, seconds=10 * p.seconds, disturbed=True) if p.length in lengths else p for p in synthetic_points()
+        ]
+        found = quadratic_cost.analyse(points, RATES)["exponents"]
+        return next(e for e in found if (e["implementation"], e["direction"]) == ("seqkern", "forward"))
+
+    assert fits()["time"] == pytest.approx(2)
+    assert (fits(8192)["time"], fits(8192)["disturbed"]) == (pytest.approx(2), False)
+    assert fits(4096, 8192)["time"] > 2.7  # two points alone are no line: of all, and marked
+    assert fits(4096, 8192)["disturbed"]
 
 
 def test_memory_check_fails_when_seqkern_needs_too_much() -> None:
@@ -349,6 +357,8 @@ def test_training_lowers_the_loss_and_both_versions_agree() -> None:
     assert len(notes) == 12
     assert result["runs"]["seqkern"]["losses"][-1] < result["runs"]["seqkern"]["losses"][0] - 1
     assert all(check["passed"] for check in training.checks(result))
+    for run in result["runs"].values():
+        assert run["bytes_per_second"] * run["seconds"] == pytest.approx(12 * 4 * 32)
     json.dumps(result)
 
 
@@ -438,8 +448,13 @@ def test_recurrent_rows_have_times_and_shares() -> None:
         itertools.product(recurrent_cost.LAYERS, recurrent_cost.PASSES)
     )
     for row in rows:
-        assert all(0 < share < 2 for share in row["share_of_gemm"].values())
-        assert row["speed_ratio"] > 0
+        # Everything that the table says of a row comes from the same two times.
+        times = row["step_seconds"]
+        assert row["speed_ratio"] == times["torch"] / times["seqkern"] > 0
+        shared = recurrent_cost.with_shares(row, rate=1e12)
+        for name, share in shared["share_of_gemm"].items():
+            assert share * times[name] * 1e12 == pytest.approx(row["step_flops"])
+        assert set(row["disturbed"]) == {"torch", "seqkern"}
 
 
 @pytest.mark.slow

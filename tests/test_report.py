@@ -5,11 +5,13 @@ from __future__ import annotations
 import html.parser
 import json
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_cases import RATES, synthetic_points, synthetic_results
+from demo_cases import RATES, distinct, synthetic_points, synthetic_results
 from rich.table import Table
 from rich.text import Text
 
@@ -95,6 +97,138 @@ def test_every_error_stands_under_its_op_dtype_and_kernel(seed: int | None) -> N
     printed = rendered(console.verification_table(rows))
     assert [[cell.replace(" FAILED", "") for cell in line] for line in printed[1:]] == shown
     assert sum("FAILED" in cell for line in printed for cell in line) == 1
+
+
+def uneven_results() -> dict[str, Any]:
+    """Results with a number of its own in every cell, in no order, with points that are missing and points that other
+    work disturbed."""
+    results = synthetic_results()
+    numbers = distinct()
+    points = [
+        replace(p, seconds=1e3 * next(numbers), peak_bytes=int(1e15 * next(numbers)), disturbed=i % 7 == 0)
+        for i, p in enumerate(synthetic_points())
+        if i % 11 != 5
+    ]
+    random.Random(0).shuffle(points)
+    results["cost"] = quadratic_cost.analyse(points, RATES)
+    return results
+
+
+def expected_by_length(cost: dict[str, Any], direction: str, names: Sequence[str], parts: Any) -> list[list[str]]:
+    """A table over N: `parts(name)` of every implementation are what it shows of a point."""
+    lines = []
+    for length in sorted({p["length"] for p in cost["points"]}):
+        line = [str(length)]
+        for name in names:
+            key = (length, name, direction)
+            found = [p for p in cost["points"] if (p["length"], p["implementation"], p["direction"]) == key]
+            line += [part(found[0]) if found else "not run" for part in parts(name)]
+        lines.append(line)
+    exponents = ["exponent"]
+    for name in names:
+        (fit,) = (e for e in cost["exponents"] if (e["implementation"], e["direction"]) == (name, direction))
+        shown = [console.optional(fit["time"]) + ("*" if fit["disturbed"] else ""), console.optional(fit["memory"])]
+        width = len(parts(name))
+        exponents += [""] if width == 1 else [*shown, *[""] * (width - 2)]
+    return [*lines, exponents]
+
+
+def time_of(point: dict[str, Any]) -> str:
+    return console.seconds(point["seconds"]) + ("*" if point["disturbed"] else "")
+
+
+def memory_of(point: dict[str, Any]) -> str:
+    return console.megabytes(point["peak_bytes"])
+
+
+def share_of(point: dict[str, Any]) -> str:
+    return f"{point['share_of_gemm']:.0%}"
+
+
+def test_every_cell_of_every_table_says_what_the_data_say() -> None:
+    results = uneven_results()
+    cost = results["cost"]
+    source = report.render(results, FIGURES)
+    tables = Page(source).tables
+    kernels = list(dict.fromkeys(row["kernel"] for row in results["verification"]))
+    expected = [
+        [[label, value] for label, value in results["machine"]],
+        [["ops", "kernel", "why"], ["attention, lstm", "C++", "it is"], ["gru", "Triton", "it was asked for"]],
+    ]
+    errors = expected_errors(results["verification"], kernels)
+    expected.append([["op", "format", *kernels], *errors])
+    expected.append(
+        [
+            ["mean", "standard deviation", "output", "dx"],
+            ["100", "1", "1.0e-07, 3.0e-02", "not run"],
+            ["10000", "0.01", "3.0e-07, 5.0e-06", "2.0e-07, 4.0e-02"],
+        ]
+    )
+    tensors = [
+        [row["op"], row["dtype"], row["kernel"], t["name"], f"{t['error']:.2e}", f"{t['torch_error']:.2e}",
+         f"{t['bound']:.2e}", f"{t['relative_l2']:.1e}", f"{t['torch_relative_l2']:.1e}"]
+        for row in results["verification"] for t in row["tensors"]
+    ]  # fmt: skip
+    head = ["op", "format", "kernel", "tensor", "seqkern's error", "PyTorch's error", "bound", "relative L2"]
+    expected.append([[*head, "PyTorch's"], *tensors])
+
+    def compared(name: str) -> list[Any]:
+        return [time_of, memory_of]
+
+    def variants(name: str) -> list[Any]:
+        return [share_of] if name in quadratic_cost.COMPARED else [time_of, memory_of, share_of]
+
+    for names, parts in ((quadratic_cost.COMPARED, compared), (quadratic_cost.VARIANTS, variants)):
+        for direction in quadratic_cost.DIRECTIONS:
+            head = ["N", *(name for name in names for _ in parts(name))]
+            expected.append([head, *expected_by_length(cost, direction, names, parts)])
+    expected.append(
+        [
+            ["layer", "work", *["torch's ops, a step"] * 2, *["seqkern's ops, a step"] * 2, "times faster"],
+            ["GRU", "training", "200 us*", "20%", "50 us", "80%", "4.00"],
+            ["LSTM", "training", "300 us", "10%", "60 us", "70%", "5.00"],
+        ]
+    )
+    expected.append(
+        [
+            ["", "held-out, bits per byte", "bytes per second", "extra memory of a step", "seconds"],
+            ["torch's ops", "2.5000", "10,000", "out of memory", "1.0"],
+            ["seqkern's ops", "2.6000", "5,000", "7.0 MB", "2.0*"],
+        ]
+    )
+    expected.append([["check", "found", ""], ["a check", "fine", "passed"]])
+    assert len(tables) == len(expected)
+    for shown, wanted in zip(tables, expected, strict=True):
+        assert [[cell.replace(" FAILED", "") for cell in line] for line in shown] == wanted
+    assert sum(cell == "not run" for table in tables for line in table for cell in line) > 10
+    assert sum(cell.endswith("*") for table in tables for line in table for cell in line) > 10
+    assert "Other work disturbed this training" in source
+
+    # And what goes to the terminal: the same, the parts of a cell in one column.
+    for direction in quadratic_cost.DIRECTIONS:
+        for table, names, parts in (
+            (console.cost_table(cost, direction), quadratic_cost.COMPARED, compared),
+            (console.variants_table(cost, direction), quadratic_cost.VARIANTS, variants),
+        ):
+            lines = []
+            for cells in expected_by_length(cost, direction, names, parts):
+                line, rest = cells[:1], cells[1:]
+                for name in names:
+                    part, rest = rest[: len(parts(name))], rest[len(parts(name)) :]
+                    line.append("-" if part[0] == "not run" else ", ".join(part).removesuffix(", "))
+                lines.append(line)
+            assert rendered(table) == [["N", *names], *lines]
+            assert "other work disturbed" in str(table.caption)
+    recurrent = rendered(console.recurrent_table(results["recurrent"]))
+    assert recurrent[1:] == [
+        ["GRU", "training", "200 us*, 20%", "50 us, 80%", "4.00"],
+        ["LSTM", "training", "300 us, 10%", "60 us, 70%", "5.00"],
+    ]
+    assert [row[-1] for row in rendered(console.training_table(results["training"]))[1:]] == ["1.0", "2.0*"]
+    sweep = rendered(console.sweep_table(results["mean_sweep"]))
+    assert sweep[1:] == [
+        ["100", "1", "1.0e-07, 3.0e-02", "-, -"], ["10000", "0.01", "3.0e-07, 5.0e-06", "2.0e-07, 4.0e-02"]
+    ]  # fmt: skip
 
 
 def test_a_machine_with_a_tier_for_bfloat16_alone_has_it_in_bfloat16_alone() -> None:
