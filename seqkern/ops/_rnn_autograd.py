@@ -120,7 +120,7 @@ class _Rnn(torch.autograd.Function):
         kept = (*tensors, *flat, output, cells, *((None, None) if recompute else (gates, products)))
         ctx.save_for_backward(*kept)
         if forward_ad._current_level >= 0:  # then under vmap marks are of no effect, and every output has a tangent
-            ctx.empty = [t.new_zeros(()).expand(t.shape) for t in outputs[2:]]
+            ctx.empty = [torch.zeros_like(t) for t in outputs[2:]]
             ctx.save_for_forward(*kept)
         elif ctx.numbers[-1] == LSTM:
             ctx.mark_non_differentiable(gates, products)
