@@ -20,6 +20,10 @@ echo "$(basename "$0") ${SEQKERN_CUDA_ARCHS-unset}: $*" >> "$CALLS"
 if [ "$1 $2" = "-m venv" ]; then
   mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/pip"
 fi
+while [ $# -gt 0 ]; do
+  if [ "$1" = --target ]; then mkdir -p "$2"; fi
+  shift
+done
 """
 # Makes what it was asked for, an empty file, and says what that depends on: nothing.
 COMPILER = """#!/bin/sh
@@ -137,5 +141,5 @@ def test_compiling_counts_on_the_terminal_and_compiles_nothing_twice(
     in_a_terminal([*build, "--build-lib", str(tree.parent / "elsewhere")], tree)
     again = calls.read_text().splitlines()
     assert not any(" -c " in line for line in again)
-    assert sum("-shared" in line for line in again) == 2
+    assert sum("-shared" in line for line in again) == 1  # the nodes are built in place only
     assert {path.suffix for path in (tree.parent / "elsewhere" / "seqkern").iterdir()} == {".so"}
