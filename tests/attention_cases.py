@@ -16,6 +16,7 @@ from cuda_checks import assert_passed, moved
 from torch import Tensor
 
 from seqkern import reference
+from seqkern.ops._attention_autograd import lse_dtype
 from seqkern.testing import ErrorReport, compare
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_mask", "grad_distance")
@@ -379,6 +380,7 @@ class BackwardCall:
     def forward(self) -> None:
         """Results by the CPU kernels, of the arguments as they are now, and gradients of them."""
         out, lse = torch.ops.seqkern.attention_fwd(*self.arguments.values())
+        lse = lse.to(torch.promote_types(out.dtype, torch.float32))  # as on a GPU; the CPU's own is wider
         generator = torch.Generator().manual_seed(self.seed)
         grad_out = torch.randn(out.shape, generator=generator).to(out)
         if self.case.varlen:  # what no sequence holds
@@ -440,7 +442,9 @@ class BackwardCall:
     def by_cpu(self) -> dict[str, Tensor]:
         """By the CPU kernels, whose delta comes from the rounded output too."""
         a = {name: t for name, t in self.arguments.items() if name != "sinks"}
-        r = self.results
+        r = dict(self.results)
+        for name in ("lse", "grad_lse"):
+            r[name] = None if r[name] is None else r[name].to(lse_dtype(self.arguments["query"]))
         grads = torch.ops.seqkern.attention_bwd(
             r["grad_out"], r["grad_lse"], a.pop("query"), a.pop("key"), a.pop("value"), r["out"], r["lse"],
             *a.values(), self.case.need_mask, self.case.need_slopes,

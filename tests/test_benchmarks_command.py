@@ -39,7 +39,7 @@ def test_interrupted_it_shows_what_was_timed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_RICH, "--quick", "-k", "test_norm", "--device", "cpu"]
     process = subprocess.Popen(
         [*command, f"--benchmark-json={stored}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        start_new_session=True, env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
     )  # fmt: skip
     assert process.stdout is not None
     lines = []

@@ -241,6 +241,7 @@ def test_a_failed_build_is_said_and_repeated_without_cuda(tmp_path, monkeypatch,
     assert "built for none" in (tmp_path / "stage1.txt").read_text()
 
 
+@pytest.mark.slow  # waits for the limit, which has to be long enough for two workers to start beside others
 def test_pytest_that_is_cut_off_writes_its_report(tmp_path):
     """With workers, as in stage 2."""
     (tmp_path / "test_slow.py").write_text(
@@ -250,7 +251,7 @@ def test_pytest_that_is_cut_off_writes_its_report(tmp_path):
     arguments = ["-m", "pytest", tmp_path, f"--junitxml={report}", "-v", "-n", "2", "-p", "no:cacheprovider"]
     lines: list[str] = []
     command = gpu_process.python(*arguments, "--rootdir", tmp_path)
-    code, late = gpu_process.follow(command, 12, os.environ, lines.append)
+    code, late = gpu_process.follow(command, 45, os.environ, lines.append)
     assert late
     assert code != 0
     assert 'name="test_quick"' in report.read_text(), lines

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 
-from seqkern.ops._recording import record_module
+from seqkern.ops._recording import is_proxy, record_module
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
@@ -26,7 +25,7 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, Proxy):
+        if is_proxy(input):
             return record_module(self, {"input": input})
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -44,7 +43,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, Proxy):
+        if is_proxy(x):
             return record_module(self, {"x": x})
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
@@ -81,7 +80,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
         self.dropout = _probability("AddLayerNorm", dropout)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        if isinstance(input, Proxy):
+        if is_proxy(input):
             return record_module(self, {"input": input, "residual": residual})
         return add_layer_norm(
             input, residual, self.normalized_shape, self.weight, self.bias, self.eps, self.dropout, self.training
@@ -122,7 +121,7 @@ class AddRMSNorm(torch.nn.RMSNorm):
         self.dropout = _probability("AddRMSNorm", dropout)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        if isinstance(input, Proxy):
+        if is_proxy(input):
             return record_module(self, {"input": input, "residual": residual})
         return add_rms_norm(input, residual, self.normalized_shape, self.weight, self.eps, self.dropout, self.training)
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 from torch.nn import LayerNorm  # by name: users may put seqkern's modules in the place of torch.nn's
 from torch.nn.utils.rnn import PackedSequence
 
-from seqkern.ops._recording import check_not_nested, exports_onnx, record_module
+from seqkern.ops._recording import check_not_nested, exports_onnx, is_proxy, record_module
 from seqkern.ops._rnn_checks import NO_NESTED, check_pair, check_probability, check_state, check_zoneout
 from seqkern.ops.rnn import (
     CELLS,
@@ -108,7 +107,7 @@ class _Recurrent(torch.nn.RNNBase):
             if lengths is not None:
                 raise ValueError(f"{name}: lengths must be None beside a packed sequence, which has its own")
             return self._run_packed(input, hx, resets, return_all_c)
-        if isinstance(input, Proxy):
+        if is_proxy(input):
             given = {"input": input, "hx": hx, "lengths": lengths, "resets": resets, "return_all_c": return_all_c}
             return record_module(self, given)
         if not isinstance(input, Tensor):
@@ -394,7 +393,7 @@ class RNNCell(torch.nn.RNNCell):
 
 def _run_cell(module: torch.nn.RNNCellBase, function: Callable[..., Any], mode: str, input: Tensor, hx: Any) -> Any:
     name = type(module).__name__
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record_module(module, {"input": input, "hx": hx})
     if not isinstance(input, Tensor):
         raise TypeError(f"{name}: input must be a tensor, got {type(input).__name__}")

@@ -17,6 +17,14 @@ import torch
 from torch import Tensor
 
 
+def is_proxy(x: Any) -> bool:
+    """Whether it is torch.fx's stand-in for a tensor. Importing torch.fx only to ask would bring triton and numpy."""
+    if isinstance(x, Tensor):
+        return False
+    fx: Any = sys.modules.get("torch.fx")
+    return fx is not None and isinstance(x, fx.Proxy)
+
+
 def record(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """A node of torch.fx's graph that calls the function; the first of its arguments, by name, is a proxy."""
     kept = _without_defaults(function, arguments)

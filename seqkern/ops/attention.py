@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 from torch.nn.functional import scaled_dot_product_attention as _torchs
 
 from seqkern._library import backend_for
@@ -31,7 +30,7 @@ from seqkern.ops._attention_checks import (
     shape_of,
 )
 from seqkern.ops._autograd import Cost
-from seqkern.ops._recording import exports_onnx, record
+from seqkern.ops._recording import exports_onnx, is_proxy, record
 
 
 def scaled_dot_product_attention(
@@ -85,7 +84,7 @@ def scaled_dot_product_attention(
         >>> torch.allclose(y, z, atol=1e-6)
         True
     """
-    if isinstance(query, Proxy):
+    if is_proxy(query):
         return record(scaled_dot_product_attention, locals())
     if exports_onnx():
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -184,7 +183,7 @@ def attention(
         (torch.Size([1, 8, 1, 64]), torch.Size([1, 8, 1]))
         >>> recent = seqkern.attention(q, k, v, window=(15, 0), softcap=30.0, sinks=torch.zeros(8))
     """
-    if isinstance(query, Proxy):
+    if is_proxy(query):
         return record(attention, locals())
     op = "attention"
     lower_right = check_align(op, causal_align)
@@ -274,7 +273,7 @@ def attention_varlen(
         >>> torch.equal(y[:3], first[0].transpose(0, 1))
         True
     """
-    if isinstance(query, Proxy):
+    if is_proxy(query):
         return record(attention_varlen, locals())
     op = "attention_varlen"
     lower_right = check_align(op, causal_align)
@@ -347,7 +346,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         >>> torch.allclose(out, seqkern.attention(q, k, v), atol=1e-6)
         True
     """
-    if isinstance(out_a, Proxy):
+    if is_proxy(out_a):
         return record(merge_attention, locals())
     op = "merge_attention"
     tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}

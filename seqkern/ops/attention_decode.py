@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 
 from seqkern import _attention_cuda
 from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
@@ -28,7 +27,7 @@ from seqkern.ops._attention_checks import (
 )
 from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import readable, transforms_active, wants_gradient
-from seqkern.ops._recording import record
+from seqkern.ops._recording import is_proxy, record
 
 
 def attention_decode(
@@ -87,7 +86,7 @@ def attention_decode(
         >>> y = seqkern.attention_decode(q, keys, values, lengths, key=k, value=v)
         >>> lengths += 1
     """
-    if isinstance(query, Proxy):
+    if is_proxy(query):
         return record(attention_decode, locals())
     op = "attention_decode"
     check_tensors(op, query, least=4, most=4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 
 from seqkern import reference
 from seqkern.ops._attention_checks import (
@@ -25,7 +24,7 @@ from seqkern.ops._attention_checks import (
     shape_of,
 )
 from seqkern.ops._autograd import transforms_active
-from seqkern.ops._recording import record
+from seqkern.ops._recording import is_proxy, record
 
 _SCORES = 1 << 20  # elements of the scores that are held beside the result; 32 queries at least
 
@@ -75,7 +74,7 @@ def attention_weights(
         >>> torch.allclose(last @ v, seqkern.attention(q, k, v, causal=True)[:, :, 99:], atol=1e-5)
         True
     """
-    if isinstance(query, Proxy):
+    if is_proxy(query):
         return record(attention_weights, locals())
     op = "attention_weights"
     lower_right = check_align(op, causal_align)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.fx import Proxy
 
 from seqkern import _library, reference
 from seqkern._library import backend_for, kernel
@@ -25,7 +24,7 @@ from seqkern.ops._autograd import (
     transforms_active,
     wants_gradient,
 )
-from seqkern.ops._recording import of_jagged, record
+from seqkern.ops._recording import is_proxy, of_jagged, record
 from seqkern.reference.dropout import dropout
 
 _is_compiling = torch.compiler.is_compiling
@@ -75,7 +74,7 @@ def layer_norm(
         output = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
         if output is not None:
             return output
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(layer_norm, locals())
     return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
 
@@ -110,7 +109,7 @@ def rms_norm(
     """
     if _is_compiling():
         transforms_active()  # refuses before the compiler looks at a tensor
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(rms_norm, locals())
     if eps is None:
         eps = _default_eps(input)
@@ -161,7 +160,7 @@ def add_layer_norm(
         >>> x, sublayer = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         >>> y, x = seqkern.add_layer_norm(sublayer, x, (8,), dropout_p=0.1)
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(add_layer_norm, locals())
     dropped = dropout_p if training else 0.0
     return _add_norm("add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropped, seed, True)
@@ -200,7 +199,7 @@ def add_rms_norm(
         >>> torch.allclose(y, seqkern.rms_norm(x, (8,)))
         True
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(add_rms_norm, locals())
     dropped = dropout_p if training else 0.0
     return _add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False)

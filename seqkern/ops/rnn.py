@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Proxy
 
 from seqkern._library import backend_for
 from seqkern.ops._autograd import Cost, transforms_active
-from seqkern.ops._recording import record
+from seqkern.ops._recording import is_proxy, record
 from seqkern.ops._rnn_autograd import run, run_cell
 from seqkern.ops._rnn_checks import (
     CELLS,
@@ -131,7 +130,7 @@ def lstm(
         >>> output[4:, 0].abs().max().item()
         0.0
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(lstm, locals())
     output, h_n, c_n, cells = _network(
         "lstm", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
@@ -195,7 +194,7 @@ def gru(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(gru, locals())
     return _network(
         "gru", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
@@ -248,7 +247,7 @@ def rnn_tanh(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(rnn_tanh, locals())
     return _network(
         "rnn_tanh", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
@@ -293,7 +292,7 @@ def rnn_relu(
         >>> torch.allclose(output, theirs(x)[0], atol=1e-6)
         True
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(rnn_relu, locals())
     return _network(
         "rnn_relu", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
@@ -458,7 +457,7 @@ def lstm_cell(
         >>> h.shape
         torch.Size([3, 8])
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(lstm_cell, locals())
     return _cell("lstm", input, hx, w_ih, w_hh, b_ih, b_hh)
 
@@ -496,7 +495,7 @@ def gru_cell(
         >>> seqkern.gru_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(gru_cell, locals())
     return _cell("gru", input, hx, w_ih, w_hh, b_ih, b_hh)
 
@@ -528,7 +527,7 @@ def rnn_tanh_cell(
         >>> seqkern.rnn_tanh_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
         torch.Size([3, 8])
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(rnn_tanh_cell, locals())
     return _cell("rnn_tanh", input, hx, w_ih, w_hh, b_ih, b_hh)
 
@@ -558,7 +557,7 @@ def rnn_relu_cell(
         >>> seqkern.rnn_relu_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).min().item() >= 0
         True
     """
-    if isinstance(input, Proxy):
+    if is_proxy(input):
         return record(rnn_relu_cell, locals())
     return _cell("rnn_relu", input, hx, w_ih, w_hh, b_ih, b_hh)
 
