@@ -48,13 +48,16 @@ def tf32(query: Tensor) -> bool:
     return query.dtype == torch.float32 and _allow_tf32()
 
 
-@torch.compiler.assume_constant_result
 def _allow_tf32() -> bool:
     """The compiler takes the answer for a constant: its guard on torch's global state has the flag in it.
 
     It cannot trace the flag, and `torch._C._get_cublas_allow_tf32`, which it can, raises once `fp32_precision` was set.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# What torch.compiler.assume_constant_result sets, and that imports the compiler, with numpy and triton.
+setattr(_allow_tf32, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqkern
 from seqkern import _library, reference
-from seqkern.ops._rnn_checks import numbers_on, prepare_lengths, prepare_seed
+from seqkern.ops._rnn_checks import prepare_lengths, prepare_seed
 from seqkern.ops.rnn import CELLS, GATES
 from seqkern.testing import check_case, poison, rnn_case
 
