@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from seqkern.ops._recording import exports_onnx
+from seqkern._recording import exports_onnx
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted([*ROOT.glob("seqkern/ops/*.py"), *ROOT.glob("seqkern/nn/*.py")])
+FILES = sorted([ROOT / "seqkern/_recording.py", *ROOT.glob("seqkern/ops/*.py"), *ROOT.glob("seqkern/nn/*.py")])
 # Names that torch.compile of 2.10 and later traces, or folds to a constant. Add one after `make versions`, or after
 # compiling with it on the oldest version. Functions of tensors (torch.where), dtypes and ops need not be named.
 KNOWN = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqkern.ops._recording import is_proxy, record_module
+from seqkern._recording import is_proxy, record_module
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 

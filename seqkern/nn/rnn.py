@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import LayerNorm  # by name: users may put seqkern's modules in the place of torch.nn's
 from torch.nn.utils.rnn import PackedSequence
 
-from seqkern.ops._recording import check_not_nested, exports_onnx, is_proxy, record_module
+from seqkern._recording import check_not_nested, exports_onnx, is_proxy, record_module
 from seqkern.ops._rnn_checks import NO_NESTED, check_pair, check_probability, check_state, check_zoneout
 from seqkern.ops.rnn import (
     CELLS,

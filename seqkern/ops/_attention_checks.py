@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqkern._recording import check_not_nested
 from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import FLOATING, readable, transforms_active
-from seqkern.ops._recording import check_not_nested
 
 _INTEGERS = (torch.int32, torch.int64)
 _NO_NUMBERS = (str, Tensor, list, tuple, dict)
@@ -34,7 +34,8 @@ def check_tensors(op: str, *tensors: Tensor, least: int, most: int | None = None
     for name, t in zip(("query", "key", "value"), tensors, strict=False):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        check_not_nested(op, name, t, _NO_NESTED)
+        if t.is_nested:
+            check_not_nested(op, name, t, _NO_NESTED)
         if t.dim() < least or (most is not None and t.dim() > most):
             wanted = f"{least}" if most == least else f"at least {least}"
             raise ValueError(f"{op}: {name} must have {wanted} dimensions, got shape {shape_of(t)}")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqkern.ops._recording import refuse_trace
+from seqkern._recording import refuse_trace
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what every op takes
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from seqkern import _library
+from seqkern._recording import check_not_nested
 from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import FLOATING, readable
-from seqkern.ops._recording import check_not_nested
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 CELLS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _torchs
 
 from seqkern._library import backend_for
+from seqkern._recording import exports_onnx, is_proxy, record
 from seqkern.ops._attention_autograd import rounded_lse, run
 from seqkern.ops._attention_checks import (
     autocast,
@@ -30,7 +31,6 @@ from seqkern.ops._attention_checks import (
     shape_of,
 )
 from seqkern.ops._autograd import Cost
-from seqkern.ops._recording import exports_onnx, is_proxy, record
 
 
 def scaled_dot_product_attention(

@@ -10,6 +10,7 @@ from torch import Tensor
 from seqkern import _attention_cuda
 from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
 from seqkern._library import backend_for
+from seqkern._recording import is_proxy, record
 from seqkern.ops._attention_autograd import rounded_lse, run
 from seqkern.ops._attention_checks import (
     check_band,
@@ -27,7 +28,6 @@ from seqkern.ops._attention_checks import (
 )
 from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import readable, transforms_active, wants_gradient
-from seqkern.ops._recording import is_proxy, record
 
 
 def attention_decode(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from seqkern import reference
+from seqkern._recording import is_proxy, record
 from seqkern.ops._attention_checks import (
     autocast,
     check_align,
@@ -24,7 +25,6 @@ from seqkern.ops._attention_checks import (
     shape_of,
 )
 from seqkern.ops._autograd import transforms_active
-from seqkern.ops._recording import is_proxy, record
 
 _SCORES = 1 << 20  # elements of the scores that are held beside the result; 32 queries at least
 

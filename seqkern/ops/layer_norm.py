@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from seqkern import _library, reference
 from seqkern._library import backend_for, kernel
+from seqkern._recording import is_proxy, of_jagged, record
 from seqkern.ops import _direct
 from seqkern.ops._autograd import (
     FLOATING,
@@ -24,7 +25,6 @@ from seqkern.ops._autograd import (
     transforms_active,
     wants_gradient,
 )
-from seqkern.ops._recording import is_proxy, of_jagged, record
 from seqkern.reference.dropout import dropout
 
 _is_compiling = torch.compiler.is_compiling

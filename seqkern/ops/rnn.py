@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqkern._library import backend_for
+from seqkern._recording import is_proxy, record
 from seqkern.ops._autograd import Cost, transforms_active
-from seqkern.ops._recording import is_proxy, record
 from seqkern.ops._rnn_autograd import run, run_cell
 from seqkern.ops._rnn_checks import (
     CELLS,
