@@ -8,12 +8,23 @@ there count nothing, so a row has the same bits however long the cache around it
 kernel, and again the bits are the same. The sink joins at the end for the same reason.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from ._attention_blocks import LN2, LOG2E, NATURAL, forward_blocks, power, sequence
 from ._attention_plans import SIZES, plan
-from ._common import Launch, aligned, head_rows, load_tile, scalar, store_tile
+from ._common import (
+    Launch,
+    accumulator,
+    aligned,
+    cdiv,
+    head_rows,
+    load_tile,
+    power_of_two,
+    scalar,
+    store_tile,
+)
 
 CHUNK = tl.constexpr(256)  # keys
 
@@ -143,33 +154,44 @@ def _fold_kernel(
 # fmt: on
 
 
-def decodes(problem):
+def decodes(query, key, mask, query_starts, seed):
     """Whether `plan_decode` runs a call. Decided by the number of queries, never by lengths: see the bits above."""
-    (_, h, nq, _), hk = problem.query.shape, problem.key.size(1)
-    plain = problem.query_starts is None and problem.mask is None and problem.seed is None
-    return plain and 0 < nq <= 16 and h > 0 and nq * (h // hk) <= 64
+    if mask is not None or query_starts is not None or seed is not None:
+        return False
+    _, h, nq, _ = query.shape
+    return 0 < nq <= 16 and h > 0 and nq * (h // key.size(1)) <= 64
 
 
-def plan_decode(problem, sinks, out, lse):
-    """The launches that write contiguous `out` and `lse`."""
-    (b, h, nq, d), hk, dv = problem.query.shape, problem.key.size(1), problem.value.size(-1)
-    packed = problem._replace(query=problem.query.reshape(b, hk, h // hk * nq, d))  # a few rows, where it is a copy
-    chunks = max(1, triton.cdiv(problem.max_keys, CHUNK.value))
-    strided = (packed.query, problem.key, problem.value)
+def packed(query, key):
+    """The queries of all heads that share a key head as rows of one: (B, Hk, rows, D); few, where it is a copy."""
+    b, h, nq, d = query.shape
+    hk = key.size(1)
+    return query.reshape(b, hk, h // hk * nq, d)
+
+
+def plan_decode(memory, problem, sinks, heads):
+    """(out, lse), contiguous, and the launches that write them; the problem's query is `packed`."""
+    query, key, value = problem.query, problem.key, problem.value
+    (b, hk, rows, _), dv = query.shape, value.size(-1)
+    nq, acc = rows * hk // heads, accumulator(query.dtype)
+    out, lse = memory.empty(query, (b, heads, nq, dv)), memory.empty(query, (b, heads, nq), acc)
+    chunks = max(1, cdiv(problem.max_keys, CHUNK.value))
+    strided = (query, key, value)
     if chunks == 1:
-        pointers = (packed.query, problem.key, problem.value, sinks, out, lse, None, None)
-        return [plan(_decode_kernel, pointers, strided, packed, nq, chunks)]
-    chunk_max, chunk_sum = (lse.new_empty((b * h * nq, chunks)) for _ in range(2))
-    partial = lse.new_empty((b * h * nq, chunks, dv))
-    pointers = (packed.query, problem.key, problem.value, None, partial, None, chunk_max, chunk_sum)
-    block_dv = max(16, triton.next_power_of_2(dv))
+        pointers = (query, key, value, sinks, out, lse, None, None)
+        return (out, lse), [plan(_decode_kernel, pointers, strided, problem, nq, chunks)]
+    rows = b * heads * nq
+    chunk_max, chunk_sum = (memory.empty(lse, (rows, chunks)) for _ in range(2))
+    partial = memory.empty(lse, (rows, chunks, dv))
+    pointers = (query, key, value, None, partial, None, chunk_max, chunk_sum)
+    block_dv = max(16, power_of_two(dv))
     constants = {
         "UNITS": problem.units,
-        "BLOCK_C": min(256, max(4, 8192 // block_dv // (2 if lse.element_size() == 8 else 1))),
+        "BLOCK_C": min(256, max(4, 8192 // block_dv // (2 if acc == torch.float64 else 1))),
         "BLOCK_DV": block_dv,
     }
-    arguments = (partial, chunk_max, chunk_sum, sinks, out, lse, nq, chunks, h, dv)
-    return [
-        plan(_decode_kernel, pointers, strided, packed, nq, chunks),
-        Launch("attention_fold", _fold_kernel, (b * h * nq,), arguments, constants, 4, 1),
+    arguments = (partial, chunk_max, chunk_sum, sinks, out, lse, nq, chunks, heads, dv)
+    return (out, lse), [
+        plan(_decode_kernel, pointers, strided, problem, nq, chunks),
+        Launch("attention_fold", _fold_kernel, (rows,), arguments, constants, 4, 1),
     ]

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 
 from ._attention_blocks import NATURAL, RAW, SCALED
-from ._common import TRITON_DTYPE, Launch, accumulator, dropout_scalars, unit_last
+from ._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two, unit_last
 
 # Integers that must not be compiled in: nothing is compiled again when only lengths change. Of the elements of tuples
 # (strides, and the sizes of a mask) Triton notes two things all the same: a 1 is a constant, and a multiple of 16 is
@@ -63,32 +62,36 @@ class Problem(NamedTuple):
         return SCALED.value if self.softcap or self.slopes is not None else RAW.value
 
 
-def prepare(
-    query, key, value, attn_mask, query_starts, key_starts, key_lengths, slopes, seed, max_queries, max_keys,
-    diagonal, lower_right, left, right, scale, softcap, dropout_p, limit,
-):  # fmt: skip
-    """(problem, sign): `sign` is what the query was multiplied by, None for nothing."""
+def usable(query, key, value, mask, slopes, scale, softcap):
+    """(query, key, value, mask, scale, sign) as the kernels read them: `sign` is what the query was multiplied by."""
     if not (1 <= query.size(-1) <= 256 and 1 <= value.size(-1) <= 256):
         raise NotImplementedError(
             "seqkern attention: the Triton kernels take head dimensions of 1 to 256, got query "
             f'{tuple(query.shape)} and value {tuple(value.shape)}; use_backend("reference") runs any'
         )
+    sign = None
+    if scale <= 0 and not softcap and slopes is None and (mask is None or not mask.is_floating_point()):
+        # The maximum is taken before the scale, which therefore has to be positive: the query takes its sign.
+        sign = -1.0 if scale < 0 else 0.0
+        query, scale = query * sign, -float(scale) or 1.0
+    mask = None if mask is None else _mask(mask, query.dtype)
+    return unit_last(query), unit_last(key), unit_last(value), mask, scale, sign
+
+
+def prepare(
+    query, key, value, mask, query_starts, key_starts, key_lengths, slopes, seed, max_queries, max_keys, diagonal,
+    lower_right, left, right, scale, softcap, dropout_p, limit,
+):  # fmt: skip
+    """The problem; tensors and scale are as `usable` gives them."""
 
     def within(position):
         return min(max(position, -_FAR), _FAR)
 
-    low = None if left < 0 else within(diagonal - left)
-    high = None if right < 0 else within(diagonal + right)
-    mask = None if attn_mask is None else _mask(attn_mask, query.dtype)
-    problem = Problem(
-        unit_last(query), unit_last(key), unit_last(value), mask, query_starts, key_starts, key_lengths, slopes, seed,
-        max_queries, max_keys, within(diagonal), low, high, lower_right, float(scale), float(softcap), dropout_p, limit,
+    return Problem(
+        query, key, value, mask, query_starts, key_starts, key_lengths, slopes, seed, max_queries, max_keys,
+        within(diagonal), None if left < 0 else within(diagonal - left),
+        None if right < 0 else within(diagonal + right), lower_right, float(scale), float(softcap), dropout_p, limit,
     )  # fmt: skip
-    if problem.units != RAW.value or scale > 0:
-        return problem, None
-    # The maximum is taken before the scale, which therefore has to be positive: the query takes its sign.
-    sign = -1.0 if scale < 0 else 0.0
-    return problem._replace(query=problem.query * sign, scale=-float(scale) or 1.0), sign
 
 
 def _mask(mask, dtype):
@@ -104,19 +107,27 @@ def _mask(mask, dtype):
     return mask if mask.stride(-2) < 2**24 else mask.contiguous()  # offsets within a tile fit 32 bits
 
 
-def result(problem, shape):
+def result(memory, problem, shape):
     """Memory for a result with a head dimension: packed sequences lie as (T, H, D), without their batch entry of 1."""
     if problem.query_starts is None:
-        return problem.query.new_empty(shape)
+        return memory.empty(problem.query, shape)
     _, heads, rows, columns = shape
-    filled = problem.query.new_zeros if _launches_nothing(problem) else problem.query.new_empty
-    return filled((rows, heads, columns)).transpose(0, 1).unsqueeze(0)
+    shape = (rows, heads, columns)
+    empty = _launches_nothing(problem)
+    packed = memory.full(problem.query, shape, 0.0) if empty else memory.empty(problem.query, shape)
+    return memory.view(packed, _unpacked)
 
 
-def statistics(problem, shape, unseen):
+def _unpacked(tensor):
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def statistics(memory, problem, shape, unseen):
     """Memory for one number a row, and what rows of no sequence get where no kernel runs that would write it."""
-    memory = problem.query.new_empty(shape, dtype=accumulator(problem.query.dtype))
-    return memory.fill_(unseen) if problem.query_starts is not None and _launches_nothing(problem) else memory
+    acc = accumulator(problem.query.dtype)
+    if problem.query_starts is not None and _launches_nothing(problem):
+        return memory.full(problem.query, shape, unseen, acc)
+    return memory.empty(problem.query, shape, acc)
 
 
 def _launches_nothing(problem):
@@ -275,7 +286,7 @@ def plan(kernel, pointers, strided, problem, *more):
     aligned = all(n % 8 == 0 for n in (d, dv, *sum(strides, ())))
     block_q, block_k, warps, stages = _tile(name, problem, max(d, dv), aligned)
     if name == "decode":
-        block_q = min(block_q, max(16, triton.next_power_of_2(nq)))
+        block_q = min(block_q, max(16, power_of_two(nq)))
     width = 32 if query.element_size() > 2 else 256  # of the slices in which `tile_scores` reads a tile
     if name == "grad_mask" and width > 64:
         width = 32 if problem.little_memory and not aligned and max(d, dv) <= 64 else 64  # sm_120 spills 168 bytes
@@ -297,13 +308,13 @@ def plan(kernel, pointers, strided, problem, *more):
         "ALIGNED": aligned,
         "BLOCK_Q": block_q,
         "BLOCK_K": block_k,
-        "BLOCK_D": max(16, triton.next_power_of_2(d)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(dv)),
+        "BLOCK_D": max(16, power_of_two(d)),
+        "BLOCK_DV": max(16, power_of_two(dv)),
         "SLICE": width,
     }
-    query_blocks, key_blocks = triton.cdiv(problem.max_queries, block_q), triton.cdiv(problem.max_keys, block_k)
+    query_blocks, key_blocks = cdiv(problem.max_queries, block_q), cdiv(problem.max_keys, block_k)
     if name == "decode":
-        programs = problem.sequences * hk * triton.cdiv(nq, block_q) * more[1]
+        programs = problem.sequences * hk * cdiv(nq, block_q) * more[1]
     elif name == "grad_mask":
         ((mask_sequences, mask_heads),) = more
         programs = mask_sequences * mask_heads * query_blocks * key_blocks

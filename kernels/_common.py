@@ -5,6 +5,7 @@ tensors and compiles them: tiles, warps and specialisations are chosen in one pl
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +36,47 @@ class Launch(NamedTuple):
     registers: int | None = None  # a thread's limit. None leaves it to ptxas, which may spill to fit more programs
 
 
-def run(plan: Iterable[Launch], device: torch.device) -> None:
-    """Launches the plan in order on the current stream of `device`; an empty grid launches nothing."""
+# triton.cdiv and triton.next_power_of_2 can be called in kernels as well: 4 us each from the host
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def options_of(step: Launch) -> dict[str, Any]:
+    """What Triton is told of a launch beside its arguments and constants."""
+    options = {"num_warps": step.num_warps, "num_stages": step.num_stages, "enable_fp_fusion": True}
+    if step.registers is not None and torch.version.hip is None:
+        options["maxnreg"] = step.registers
+    return options
+
+
+def launch(step: Launch) -> Any:
+    """Launches on the current stream of the current device, unless the grid is empty. Returns what was compiled."""
+    if 0 in step.grid:
+        return None
+    return step.kernel[step.grid](*step.arguments, **step.constants, **options_of(step))
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Within it, launches go to `device`, if that is a GPU."""
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        with torch.cuda.device(device):
-            return run(plan, torch.device("cuda"))
-    for step in plan:
-        if 0 not in step.grid:
-            options = {"num_warps": step.num_warps, "num_stages": step.num_stages, "enable_fp_fusion": True}
-            if step.registers is not None and torch.version.hip is None:
-                options["maxnreg"] = step.registers
-            step.kernel[step.grid](*step.arguments, **step.constants, **options)
+        return torch.cuda.device(device)
+    return _HERE
+
+
+_HERE = nullcontext()
+
+
+def run(plan: Iterable[Launch], device: torch.device) -> None:
+    """Launches the plan in order on the current stream of `device`."""
+    with on(device):
+        for step in plan:
+            launch(step)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -95,12 +126,11 @@ def room(device: torch.device) -> Room:
     return Room(multiprocessors(device), 2, cache)
 
 
-def programs_at_once(launch: Launch) -> int:
+def programs_at_once(step: Launch) -> int:
     """How many programs of a launch, 1 to 4, have room among the registers of a multiprocessor. Launches nothing."""
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-    compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
+    compiled = step.kernel.warmup(*step.arguments, grid=step.grid, **step.constants, **options_of(step))
     compiled._init_handles()  # the kernel of the launch to come: loaded here, it is not loaded again
-    registers = max(8, triton.cdiv(compiled.n_regs, 8) * 8) * 32 * launch.num_warps
+    registers = max(8, cdiv(compiled.n_regs, 8) * 8) * 32 * step.num_warps
     return max(1, min(4, 65536 // registers))
 
 

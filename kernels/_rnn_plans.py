@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 
 from . import _rnn_steps as steps
-from ._common import TRITON_DTYPE, Launch, accumulator, dropout_scalars
+from ._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 GATES = (4, 3, 1, 1)  # G, what a cell computes from x and h
@@ -120,10 +119,10 @@ def _step(name, kernel, problem, pointers, numbers, strides, columns, constants,
     """One launch over the tiles of (rows, columns) in all directions; `numbers` are its scalars in order."""
     rows = problem.b if rows is None else rows
     if whole:
-        block_h = max(16, triton.next_power_of_2(columns))
+        block_h = max(16, power_of_two(columns))
         warps = min(16, max(4, block_h // 128))
     else:
-        block_h, warps = min(128, max(16, triton.next_power_of_2(columns))), 4
+        block_h, warps = min(128, max(16, power_of_two(columns))), 4
     constants = {
         **constants,
         "ACC": TRITON_DTYPE[problem.acc],
@@ -131,15 +130,10 @@ def _step(name, kernel, problem, pointers, numbers, strides, columns, constants,
         "BLOCK_B": max(1, _CELLS // block_h),
         "BLOCK_H": block_h,
     }
-    grid = (problem.d * triton.cdiv(rows, constants["BLOCK_B"]) * triton.cdiv(columns, block_h),)
+    grid = (problem.d * cdiv(rows, constants["BLOCK_B"]) * cdiv(columns, block_h),)
     sizes = (problem.t, problem.b, columns, problem.d, int(problem.reverse))
     last = () if step is None else (step,)
     return Launch(f"rnn_{name}", kernel, grid, (*pointers, *numbers, *sizes, *last), constants, warps)
-
-
-def at_step(launch, step):
-    """The same launch at another step: the last argument."""
-    return launch._replace(arguments=(*launch.arguments[:-1], step))
 
 
 def _threshold(probability):
@@ -151,15 +145,15 @@ def _cell_constants(problem):
 
 
 def strides_of(x):
-    """Of (D, T, B, .): directions, times, rows."""
-    return tuple(x.stride()[:3])
+    """Of (D, T, B, .): directions, times, rows. (B, .) is one step of one direction."""
+    return (0, 0, x.stride(0)) if x.dim() == 2 else tuple(x.stride()[:3])
 
 
 def cell_forward(
     problem, x, product, h, c, h_new, c_new, operand=None, output=None, cells=None, gates=None, products=None,
     hidden=None,
 ):  # fmt: skip
-    """x (D, T, B, G H); product (D B, G H); h, c (D B, H), as their new values contiguous or not."""
+    """x (D, T, B, G H), or (B, G H); product (D B, G H); h, c (D B, H), as their new values contiguous or not."""
     pointers = (
         x, product, problem.bias, problem.norm, problem.peephole, problem.lengths, problem.resets, problem.mask,
         problem.seed, h, c, h_new, c_new, operand, output, cells, gates, products, hidden,

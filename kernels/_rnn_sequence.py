@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import TRITON_DTYPE, Launch, aligned, dot, rounded
+from ._common import TRITON_DTYPE, Launch, aligned, cdiv, dot, power_of_two, rounded
 from ._rnn_cells import (
     GRU,
     LSTM,
@@ -273,7 +273,7 @@ def takes_sequence(problem, limit):
 
 
 def _block(problem):
-    return max(16, triton.next_power_of_2(problem.h))
+    return max(16, power_of_two(problem.h))
 
 
 def _tile(problem):
@@ -296,7 +296,7 @@ def _plan(name, kernel, problem, pointers, strides):
     }
     if kernel is sequence_forward_kernel:
         constants["AHEAD"] = tile["SLICE"] == 0 and tile["BLOCK_H"] <= 64
-    grid = (problem.d * triton.cdiv(problem.b, tile["BLOCK_B"]),)
+    grid = (problem.d * cdiv(problem.b, tile["BLOCK_B"]),)
     sizes = (problem.t, problem.b, problem.h, problem.d, int(problem.reverse))
     return Launch(f"rnn_{name}", kernel, grid, (*pointers, *strides, *sizes), constants, warps, registers=255)
 

@@ -74,8 +74,8 @@ from ._attention_blocks import (
     visible,
     zero_gaps,
 )
-from ._attention_decode import decodes, plan_decode
-from ._attention_plans import SIZES, plan, prepare, result, statistics
+from ._attention_decode import decodes, packed, plan_decode
+from ._attention_plans import SIZES, plan, prepare, result, statistics, usable
 from ._common import (
     accumulator,
     aligned,
@@ -84,13 +84,13 @@ from ._common import (
     keep_mask,
     load_tile,
     rounded,
-    run,
     scalar,
     shared_memory,
     store_tile,
     tile_scores,
     unit_last,
 )
+from ._replay import Memory, planned
 
 # fmt: off
 # Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
@@ -528,30 +528,48 @@ def _grad_mask_kernel(
 # ---- launchers ----------------------------------------------------------------------------------------------------
 
 
-def _plan_forward(problem, sinks):
-    """(out, lse), and the launches that write them."""
-    query, key, value = problem.query, problem.key, problem.value
+def _setting(query):
+    """What `plan` asks torch beside what it is given."""
+    return torch.backends.cuda.matmul.fp32_precision if query.dtype == torch.float32 else None
+
+
+def _plan_forward(memory, query, key, value, mask, *others):
+    """(out, lse), and the launches that write them. `others` as in `attention_fwd`, the sinks behind the seed."""
+    *tensors, sinks = others[:6]
+    problem = prepare(query, key, value, mask, *tensors, *others[6:16])
     (b, h, nq, _), dv = query.shape, value.size(-1)
-    out = result(problem, (b, h, nq, dv))
-    lse = statistics(problem, (b, h, nq), float("-inf"))
-    if decodes(problem):
-        return (out, lse), plan_decode(problem, sinks, out, lse)
+    out = result(memory, problem, (b, h, nq, dv))
+    lse = statistics(memory, problem, (b, h, nq), float("-inf"))
     pointers = (query, key, value, sinks, out, lse)
     return (out, lse), [plan(_forward_kernel, pointers, (query, key, value), problem)]
 
 
-def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
-    """What `attention_bwd` returns, and the launches that write it. `mask`: the one that wants a gradient, or None."""
-    query, key, value = problem.query, problem.key, problem.value
-    delta = torch.empty_like(lse)
-    grads = [result(problem, tensor.shape) for tensor in (query, key, value)]
+def _plan_decode(memory, query, key, value, mask, *others):
+    """The same of a packed query; behind the rest how many heads it is of."""
+    *tensors, sinks = others[:6]
+    problem = prepare(query, key, value, mask, *tensors, *others[6:16])
+    return plan_decode(memory, problem, sinks, others[-1])
+
+
+def _plan_backward(memory, grad_out, grad_lse, out, lse, query, key, value, mask, *others):
+    """What `attention_bwd` returns, and the launches that write it.
+
+    `others` as in `attention_bwd`, without sinks; at the end (shape, dtype) of the mask that wants a gradient or None,
+    and whether the slopes want one.
+    """
+    problem = prepare(query, key, value, mask, *others[:15])
+    wanted, need_slopes = others[-2:]
+    delta = memory.empty(lse, lse.shape)
+    grads = [result(memory, problem, tensor.shape) for tensor in (query, key, value)]
     grad_mask, grad_distance, alone = None, None, False
-    if mask is not None:
-        alone = mask.shape[:2] == (problem.sequences, query.size(1))
+    if wanted is not None:
+        shape, dtype = wanted
+        alone = shape[:2] == (problem.sequences, query.size(1))
         everywhere = problem.low is None and problem.high is None and problem.visits_every_key
-        grad_mask = mask.new_empty(mask.shape) if everywhere or not alone else mask.new_zeros(mask.shape)
+        written = everywhere or not alone
+        grad_mask = memory.empty(query, shape, dtype) if written else memory.full(query, shape, 0.0, dtype)
     if need_slopes:
-        grad_distance = statistics(problem, lse.shape, 0.0)
+        grad_distance = statistics(memory, problem, lse.shape, 0.0)
     pointers = (grad_out, grad_lse, query, key, value, out, lse, delta, grads[0], grad_distance)
     pointers += (grad_mask if alone else None,)
     strided = (grad_out, query, key, value, out)
@@ -559,16 +577,12 @@ def _plan_backward(problem, grad_out, grad_lse, out, lse, mask, need_slopes):
     pointers = (grad_out, query, key, value, lse, delta, grads[1], grads[2])
     strided = (grad_out, query, key, value)
     launches.append(plan(_grad_key_value_kernel, pointers, strided, problem))
-    if mask is not None and not alone:
+    if wanted is not None and not alone:
         pointers = (grad_out, query, key, value, lse, delta, grad_mask)
         strided = (grad_out, query, key, value)
-        launches.append(plan(_grad_mask_kernel, pointers, strided, problem, mask.shape[:2]))
-    empty = lse.new_empty(0)
-    return (
-        *grads,
-        empty if grad_mask is None else grad_mask,
-        empty if grad_distance is None else grad_distance,
-    ), launches
+        launches.append(plan(_grad_mask_kernel, pointers, strided, problem, shape[:2]))
+    others = (memory.empty(lse, (0,)) if each is None else each for each in (grad_mask, grad_distance))
+    return (*grads, *others), launches
 
 
 def attention_fwd(
@@ -576,13 +590,16 @@ def attention_fwd(
     max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p,
 ):  # fmt: skip
     """The launcher behind `seqkern::attention_fwd`: (out, lse)."""
-    problem, _ = prepare(
-        query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, seed, max_queries, max_keys,
-        diagonal, lower_right, left, right, scale, softcap, dropout_p, shared_memory(query.device),
-    )  # fmt: skip
-    results, launches = _plan_forward(problem, sinks)
-    run(launches, query.device)
-    return results
+    heads = query.size(1)
+    query, key, value, mask, scale, _ = usable(query, key, value, attn_mask, alibi_slopes, scale, softcap)
+    limit = shared_memory(query.device)
+    options = (max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p, limit)
+    options += (_setting(query),)
+    make = _plan_forward
+    if decodes(query, key, mask, query_starts, seed):
+        make, query, options = _plan_decode, packed(query, key), (*options, heads)
+    tensors = (query, key, value, mask, query_starts, key_starts, key_lengths, alibi_slopes, seed, sinks)
+    return planned(make, tensors, options, query.device)
 
 
 def attention_bwd(
@@ -590,14 +607,18 @@ def attention_bwd(
     seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p, need_mask, need_slopes,
 ):  # fmt: skip
     """The launcher behind `seqkern::attention_bwd`: (grad_query, grad_key, grad_value, grad_mask, grad_distance)."""
-    problem, sign = prepare(
-        query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, seed, max_queries, max_keys,
-        diagonal, lower_right, left, right, scale, softcap, dropout_p, shared_memory(query.device),
-    )  # fmt: skip
+    query, key, value, mask, scale, sign = usable(query, key, value, attn_mask, alibi_slopes, scale, softcap)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    tensors = (unit_last(grad_out), grad_lse, unit_last(out), lse.contiguous())
-    grads, launches = _plan_backward(problem, *tensors, attn_mask if need_mask else None, need_slopes)
-    run(launches, query.device)
+    tensors = (
+        unit_last(grad_out), grad_lse, unit_last(out), lse.contiguous(), query, key, value, mask, query_starts,
+        key_starts, key_lengths, alibi_slopes, seed,
+    )  # fmt: skip
+    wanted = (tuple(attn_mask.shape), attn_mask.dtype) if need_mask else None
+    options = (
+        max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p,
+        shared_memory(query.device), _setting(query), wanted, need_slopes,
+    )  # fmt: skip
+    grads = planned(_plan_backward, tensors, options, query.device)
     return grads if sign is None else (grads[0] * sign, *grads[1:])
 
 
@@ -650,11 +671,11 @@ def _aot_decoding(dtype, d, dv, limit, left=-1, alibi=False, softcap=0.0, sinks=
         query = torch.empty((2, 32, queries, d), dtype=dtype, device="meta")
         key, value = query.new_empty((2, 4, 4096, d)), query.new_empty((2, 4, 4096, dv))
         number = torch.empty((2, 32), dtype=accumulator(dtype), device="meta")
-        problem, _ = prepare(
-            query, key, value, None, None, None, query.new_empty(2, dtype=torch.int32), number if alibi else None, None,
-            queries, 4096, 0, True, left, 0, 0.1, softcap, 0.0, limit,
+        problem = prepare(
+            packed(query, key), key, value, None, None, None, query.new_empty(2, dtype=torch.int32),
+            number if alibi else None, None, queries, 4096, 0, True, left, 0, 0.1, softcap, 0.0, limit,
         )  # fmt: skip
-        yield from _plan_forward(problem, number[0] if sinks else None)[1]
+        yield from plan_decode(Memory(), problem, number[0] if sinks else None, 32)[1]
 
 
 def _aot_launches(
@@ -666,14 +687,17 @@ def _aot_launches(
     key, value = query[:, :2], query.new_empty((b, 2, n, dv))
     starts = query.new_empty(3, dtype=torch.int32) if varlen else None
     lse = query.new_empty((b, h, n), dtype=accumulator(dtype))
-    problem, _ = prepare(
-        query, key, value, None if mask is None else query.new_empty((2, h, n, n), dtype=mask), starts, starts,
-        query.new_empty(2, dtype=torch.int32) if lengths else None, lse.new_empty((2, h)) if alibi else None,
-        query.new_empty((), dtype=torch.int64) if dropout_p else None, n, n, 0, False, left, right, 0.1, softcap,
-        dropout_p, limit,
+    mask = None if mask is None else query.new_empty((2, h, n, n), dtype=mask)
+    slopes = lse.new_empty((2, h)) if alibi else None
+    query, key, value, read, scale, _ = usable(query, key, value, mask, slopes, 0.1, softcap)
+    tensors = (
+        query, key, value, read, starts, starts, query.new_empty(2, dtype=torch.int32) if lengths else None, slopes,
+        query.new_empty((), dtype=torch.int64) if dropout_p else None,
     )  # fmt: skip
-    (out, _), launches = _plan_forward(problem, lse.new_empty(h) if sinks else None)
+    options = (n, n, 0, False, left, right, scale, softcap, dropout_p, limit)
+    (out, _), launches = _plan_forward(Memory(), *tensors, lse.new_empty(h) if sinks else None, *options)
     yield from launches
-    for wanted in [None] if not need_mask else [problem.mask, problem.mask[:1]]:
-        *_, launches = _plan_backward(problem, out, lse, out, lse, wanted, need_slopes)
-        yield from launches if wanted is None or wanted is problem.mask else launches[-1:]
+    for shape in [None] if not need_mask else [(2, h, n, n), (1, h, n, n)]:
+        wanted = None if shape is None else (shape, mask.dtype)
+        _, launches = _plan_backward(Memory(), out, lse, out, lse, *tensors, *options, wanted, need_slopes)
+        yield from launches if shape in (None, (2, h, n, n)) else launches[-1:]

@@ -53,15 +53,17 @@ from ._common import (
     Room,
     accumulator,
     aligned,
+    cdiv,
     dropout_scalars,
     keep_mask,
+    power_of_two,
     programs_at_once,
     room,
     rounded,
-    run,
     scalar,
     unit_last,
 )
+from ._replay import Memory, planned
 
 
 @triton.jit
@@ -530,13 +532,13 @@ def _row_block(
     16 bytes.
     """
     size = accumulator(dtype).itemsize
-    power = max(16, triton.next_power_of_2(n))
+    power = max(16, power_of_two(n))
     if power * size > longest:
         return {}, 0
     first = 1 if power * size < _TILE or (power * size == _TILE and not backward) else 4
     blocks = [power // parts for parts in (first, 4, 8) if parts == first or power // parts >= _NARROWEST]
-    block_n = next((block for block in blocks if 0.85 * block * triton.cdiv(n, block) <= n), blocks[-1])
-    chunks = triton.cdiv(n, block_n)
+    block_n = next((block for block in blocks if 0.85 * block * cdiv(n, block) <= n), blocks[-1])
+    chunks = cdiv(n, block_n)
     tile = _TILE * 3 // 2 if aligned else _TILE  # 3 chunks of 8 elements a thread: 16-byte loads of bf16
     if backward and dropped and chunks == 1 and block_n // 4 >= _NARROWEST:
         block_n, chunks, tile = block_n // 4, 4, _TILE // 2
@@ -557,32 +559,33 @@ def _stride(matrix: torch.Tensor | None) -> int:
     return 0 if matrix is None else matrix.stride(0)
 
 
-def _plan_forward(input, residual, weight, bias, seed, eps, dropout_p, centred):
+def _plan_forward(memory, input, residual, weight, bias, seed, eps, dropout_p, centred):
     m, n = input.shape
     acc = accumulator(input.dtype)
-    output = input.new_empty((m, n))
-    total = None if residual is None else input.new_empty((m, n))
-    mean = input.new_empty((m,), dtype=acc) if centred else None
-    rstd = input.new_empty((m,), dtype=acc)
+    output = memory.empty(input, (m, n))
+    total = None if residual is None else memory.empty(input, (m, n))
+    mean = memory.empty(input, (m,), acc) if centred else None
+    rstd = memory.empty(input, (m,), acc)
     scale, threshold = dropout_scalars(dropout_p)
     tensors = (input, residual, weight, bias, seed, output, total, mean, rstd)
     arguments = (*tensors, _stride(input), _stride(residual), m, n, threshold, scale, eps)
     constants = _constants(input, residual)
     block, warps = _row_block(n, input.dtype, _LONGEST, constants["ALIGNED"])
     if block:
-        grid = (triton.cdiv(m, block["BLOCK_M"]),)
+        grid = (cdiv(m, block["BLOCK_M"]),)
         launch = Launch("layer_norm_forward", _forward_kernel, grid, arguments, constants | block, warps)
     else:
         constants |= _LONG_BLOCK
         launch = Launch("layer_norm_forward_long", _forward_long_kernel, (m,), arguments, constants, 8)
-    results = (output, input.new_empty((0,)) if total is None else total, mean, rstd)
-    return tuple(input.new_empty((0,), dtype=acc) if each is None else each for each in results), [launch]
+    total = memory.empty(input, (0,)) if total is None else total
+    mean = memory.empty(input, (0,), acc) if mean is None else mean
+    return (output, total, mean, rstd), [launch]
 
 
 def _plan_reduce(partials, grads):
     """`partials` (1 or 2, parts, N), a matrix for each of the `grads`."""
     count, parts, n = partials.shape
-    grid = (triton.cdiv(n, _REDUCE_BLOCK["BLOCK_N"]), count)
+    grid = (cdiv(n, _REDUCE_BLOCK["BLOCK_N"]), count)
     arguments = (partials, grads[0], grads[1] if count > 1 else None, parts, n)
     return Launch("layer_norm_reduce", _reduce_kernel, grid, arguments, _REDUCE_BLOCK, 4)
 
@@ -599,12 +602,14 @@ def _wave(n: int, dtype: torch.dtype, sums: int, room: Room) -> int:
     return rows if sums and held <= 0.9 * room.cache else 0
 
 
-def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, need_weight, need_bias, room):
+def _plan_backward(
+    memory, grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, need_weight, need_bias, room
+):  # fmt: skip
     """`mean` None: not centred. `room`: of the GPU, which bounds the rows of the partial sums."""
     m, n = input.shape
     acc = accumulator(input.dtype)
-    grad_residual = input.new_empty((m, n))
-    grad_input = None if seed is None else input.new_empty((m, n))
+    grad_residual = memory.empty(input, (m, n))
+    grad_input = None if seed is None else memory.empty(input, (m, n))
     scale, threshold = dropout_scalars(dropout_p)
     constants = _constants(input, grad_output, grad_sum)
     # Four more tiles live here than in the forward kernel: single elements and doubles then spill half as far out.
@@ -614,9 +619,9 @@ def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
     )
     rows = 0 if block else _wave(n, input.dtype, need_weight + need_bias, room)
     tile = rows or (block or _COLUMNS_BLOCK)["BLOCK_M"]
-    parts = min(triton.cdiv(m, tile), room.multiprocessors * (1 if rows else room.programs))
-    sums = input.new_empty((need_weight + need_bias, parts, n), dtype=acc)
-    partials = [sums[0] if need_weight else None, sums[-1] if need_bias else None]
+    parts = min(cdiv(m, tile), room.multiprocessors * (1 if rows else room.programs))
+    sums = memory.empty(input, (need_weight + need_bias, parts, n), acc)
+    partials = [memory.view(sums, each) if need else None for need, each in ((need_weight, _first), (need_bias, _last))]
     inputs = (grad_output, grad_sum, input, mean, rstd, weight, seed, grad_residual, grad_input)
     scalars = (_stride(grad_output), _stride(grad_sum), _stride(input), m, n, threshold, scale)
     name = "layer_norm_backward"
@@ -628,19 +633,27 @@ def _plan_backward(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
         block = {"BLOCK_M": rows, "BLOCK_N": 2 * _LONG_BACKWARD_TILE // rows}
         plan = [Launch(f"{name}_long_once", _backward_long_kernel, (parts,), arguments, constants | block, 16)]
     else:
-        shift = None if mean is None else torch.empty_like(mean)
+        shift = None if mean is None else memory.empty(mean, (m,))
         arguments = (*inputs, shift, None, None, *scalars)
         block = {"BLOCK_M": 1, "BLOCK_N": _LONG_BACKWARD_TILE}
         plan = [Launch(f"{name}_long", _backward_long_kernel, (m,), arguments, constants | block, 8)]
         if need_weight or need_bias:
-            grid = (triton.cdiv(n, _COLUMNS_BLOCK["BLOCK_N"]), parts)
+            grid = (cdiv(n, _COLUMNS_BLOCK["BLOCK_N"]), parts)
             arguments = (grad_output, input, mean, rstd, shift, *partials, _stride(grad_output), _stride(input), m, n)
             plan.append(Launch("layer_norm_columns", _columns_kernel, grid, arguments, constants | _COLUMNS_BLOCK, 8))
-    grads = [input.new_empty((0 if partial is None else n,), dtype=acc) for partial in partials]
+    grads = [memory.empty(input, (0 if partial is None else n,), acc) for partial in partials]
     if need_weight or need_bias:
         wanted = [grad for partial, grad in zip(partials, grads, strict=True) if partial is not None]
         plan.append(_plan_reduce(sums, wanted))
-    return (grad_residual, input.new_empty((0,)) if grad_input is None else grad_input, *grads), plan
+    return (grad_residual, memory.empty(input, (0,)) if grad_input is None else grad_input, *grads), plan
+
+
+def _first(tensor):
+    return tensor[0]
+
+
+def _last(tensor):
+    return tensor[-1]
 
 
 def _readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -649,10 +662,8 @@ def _readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def layer_norm_fwd(input, residual, weight, bias, seed, eps, dropout_p, centred):
     """The launcher behind `seqkern::layer_norm_fwd`: (output, sum, mean, rstd), (0,) for what there is none of."""
-    tensors = (_readable(tensor) for tensor in (input, residual, weight, bias))
-    results, plan = _plan_forward(*tensors, seed, eps, dropout_p, centred)
-    run(plan, input.device)
-    return results
+    tensors = (unit_last(input), _readable(residual), _readable(weight), _readable(bias), seed)
+    return planned(_plan_forward, tensors, (eps, dropout_p, centred), input.device)
 
 
 def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, centred, need_weight, need_bias):
@@ -661,26 +672,31 @@ def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
     (0,) for what is not needed, and for grad_input where no dropout sets it apart from grad_residual.
     """
     mean = mean.contiguous() if centred else None
-    tensors = (_readable(grad_output), _readable(grad_sum), _readable(input), mean, rstd.contiguous())
-    arguments = (*tensors, _readable(weight), seed, dropout_p, need_weight, need_bias)
-    results, plan = _plan_backward(*arguments, room(input.device))
-    if plan[0].kernel is _backward_kernel and input.is_cuda:
-        results, plan = _occupied(arguments, plan, input.device)
-    run(plan, input.device)
-    return results
+    tensors = (_readable(grad_output), _readable(grad_sum), unit_last(input), mean, rstd.contiguous())
+    tensors += (_readable(weight), seed)
+    return planned(_plan_occupied, tensors, (dropout_p, need_weight, need_bias), input.device)
 
 
 _PROGRAMS: dict[tuple, int] = {}  # of a kernel, how many a multiprocessor holds at once
 
 
-def _occupied(arguments, plan, device):
-    """The plan again, with as many programs as the GPU runs at once: by the registers of what was compiled."""
-    launch = plan[0]
-    given = tuple(each is None for each in launch.arguments[:11])
-    key = (device.index, arguments[2].dtype, given, *launch.constants.values())
+def _plan_occupied(memory, *arguments):
+    """The plan for the GPU at hand."""
+    device = arguments[2].device
+    most = _occupied(arguments, room(device)) if device.type == "cuda" else room(device)
+    return _plan_backward(memory, *arguments, most)
+
+
+def _occupied(arguments, most):
+    """The room with as many programs as the GPU runs at once: by the registers of what was compiled."""
+    step = _plan_backward(Memory(), *arguments, most)[1][0]
+    if step.kernel is not _backward_kernel:
+        return most
+    input = arguments[2]
+    key = (input.device.index, input.dtype, *(each is None for each in step.arguments[:11]), *step.constants.values())
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = programs_at_once(launch)
-    return _plan_backward(*arguments, room(device)._replace(programs=_PROGRAMS[key]))
+        _PROGRAMS[key] = programs_at_once(step)
+    return most._replace(programs=_PROGRAMS[key])
 
 
 def aot_configurations(limit, thorough):
@@ -709,12 +725,14 @@ def aot_configurations(limit, thorough):
         seed = torch.empty((), dtype=torch.int64, device="meta") if drop else None
         weight = input.new_empty((n,)) if affine else None
         p = 0.1 if drop else 0.0
-        (_, _, mean, rstd), forward = _plan_forward(input, residual, weight, weight, seed, 1e-5, p, centred)
+        (_, _, mean, rstd), forward = _plan_forward(Memory(), input, residual, weight, weight, seed, 1e-5, p, centred)
         mean = mean if centred else None
         launches = list(forward)
         for cache in (0, 2**30):  # long rows have a kernel for each
             of = Room(132, 2, cache)
-            launches += _plan_backward(input, residual, input, mean, rstd, weight, seed, p, affine, affine, of)[1]
+            launches += _plan_backward(
+                Memory(), input, residual, input, mean, rstd, weight, seed, p, affine, affine, of
+            )[1]
         for launch in {launch.name: launch for launch in launches}.values():
             if launch.kernel is not _reduce_kernel:
                 yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-N{n}{kind}", launch

@@ -32,15 +32,17 @@ bf16 and fp16 the products write float32 directly, so h, as operand of the next 
 loop. The gradients of norm weights and peepholes are summed in the loop, a row of the batch each, and then over the
 rows: a fixed order. An inactive step leaves zeros where the GEMMs behind the scan read.
 
-No GPU speed has been measured yet. A step is two launches from Python, which short steps will not hide; nothing in
-the loop waits for the device, so a caller may capture it in a CUDA graph.
+No GPU speed has been measured yet. A step is two launches from Python (ours takes the host 3 us: benchmarks/
+host_time.py), which short steps will not hide; nothing in the loop waits for the device, so a caller may capture it in
+a CUDA graph.
 """
 
 import torch
 
 from .. import _library
 from . import _rnn_plans as plans
-from ._common import accumulator, run, shared_memory, unit_last
+from ._common import accumulator, on, run, shared_memory, unit_last
+from ._replay import Repeated, planned
 from ._rnn_aot import aot_configurations
 from ._rnn_plans import GRU, LSTM, stack
 from ._rnn_sequence import plan_backward as plan_sequence_backward
@@ -168,14 +170,17 @@ def _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products):
     cell = plans.cell_forward(
         problem, x, *rows, *rows[1:], operand, output, cells, gates, products, hidden
     )  # fmt: skip
-    behind = [] if w_hr is None else [plans.state_forward(problem, projected, h, operand, output)]
+    cell = Repeated(cell)
+    behind = None if w_hr is None else Repeated(plans.state_forward(problem, projected, h, operand, output))
     w_hh = w_hh.transpose(1, 2)
-    for step in range(problem.t):
-        _product(operand, w_hh, out=product)
-        run([plans.at_step(cell, step)], device)
-        for launch in behind:
-            _product(hidden, w_hr.transpose(1, 2), out=projected)
-            run([plans.at_step(launch, step)], device)
+    w_hr = None if w_hr is None else w_hr.transpose(1, 2)
+    with on(device):
+        for step in range(problem.t):
+            _product(operand, w_hh, out=product)
+            cell(step)
+            if behind is not None:
+                _product(hidden, w_hr, out=projected)
+                behind(step)
     return h, c
 
 
@@ -332,18 +337,19 @@ def _scan_back(
             products, grad_x, grad_products if apart else None, flat_direct, flat_c, hidden, *sums,
         )  # fmt: skip
         if w_hr is None:
-            return cell, None
-        return cell, plans.state_backward(problem, grad_output, direct, back, grad_hat)
+            return Repeated(cell), None
+        return Repeated(cell), Repeated(plans.state_backward(problem, grad_output, direct, back, grad_hat))
 
     cell, state = plan(None)
-    for step in reversed(range(problem.t)):
-        if state is not None:
-            run([plans.at_step(state, step)], device)
-            _product(_slab(grad_hat, problem, step), w_hr, out=grad_hidden)
-        run([plans.at_step(cell, step)], device)
-        _product(_slab(grad_products, problem, step), w_hh, out=recurrent)
-        if step == problem.t - 1:
-            cell, state = plan(recurrent)
+    with on(device):
+        for step in reversed(range(problem.t)):
+            if state is not None:
+                state(step)
+                _product(_slab(grad_hat, problem, step), w_hr, out=grad_hidden)
+            cell(step)
+            _product(_slab(grad_products, problem, step), w_hh, out=recurrent)
+            if step == problem.t - 1:
+                cell, state = plan(recurrent)
     grad_h0 = h0.new_empty((d, b, problem.p))
     back = recurrent if problem.t > 0 else None
     run([plans.first_state(problem, direct, back, grad_h0)], device)
@@ -357,34 +363,42 @@ def _slab(each, problem, step):
 
 def rnn_cell_fwd(x_gates, h_gates, h, c, cell):
     """The launcher behind `seqkern::rnn_cell_fwd`: (h_new, c_new, activated)."""
+    tensors = (unit_last(x_gates), unit_last(h_gates), unit_last(h), None if c is None else unit_last(c))
+    return planned(_plan_cell_forward, tensors, (cell,), h.device)
+
+
+def _plan_cell_forward(memory, x_gates, h_gates, h, c, cell):
     problem = plans.single(h, cell)
-    x_gates, h_gates, h = unit_last(x_gates), unit_last(h_gates), unit_last(h)
-    c = None if c is None else unit_last(c)
-    h_new = h.new_empty(h.shape)
-    c_new = h.new_empty(0) if c is None else h.new_empty(h.shape)
-    activated = h.new_empty((problem.b, problem.kept), dtype=problem.acc)
-    launch = plans.cell_forward(
-        problem, x_gates[None, None], h_gates, h, c, h_new, None if c is None else c_new, gates=activated
-    )
-    run([launch], h.device)
-    return h_new, c_new, activated
+    h_new = memory.empty(h, h.shape)
+    c_new = memory.empty(h, (0,) if c is None else h.shape)
+    activated = memory.empty(h, (problem.b, problem.kept), problem.acc)
+    written = None if c is None else c_new
+    step = plans.cell_forward(problem, x_gates, h_gates, h, c, h_new, written, gates=activated)
+    return (h_new, c_new, activated), [step]
 
 
 def rnn_cell_bwd(grad_h, grad_c, h, c, c_new, activated, cell):
     """The launcher behind `seqkern::rnn_cell_bwd`: (grad_x_gates, grad_h_gates, grad_h_prev, grad_c_prev)."""
-    problem = plans.single(h, cell)
-    empty = h.new_empty(0)
-    grad_x = h.new_empty((problem.b, problem.width))
-    grad_h_gates = h.new_empty((1, 1, problem.b, problem.width)) if cell == GRU else None
-    grad_h_prev = h.new_empty(h.shape) if cell == GRU else None
-    grad_c_prev = h.new_empty(h.shape) if cell == LSTM else None
     grad_c = None if grad_c is None or cell != LSTM else unit_last(grad_c)
-    h, c = h.contiguous(), None if c is None else c.contiguous()
-    launch = plans.cell_backward(
-        problem, None, unit_last(grad_h), None, None, grad_c, None, activated.contiguous(), c, c, h, h, None, grad_x,
-        grad_h_gates, grad_h_prev, grad_c_prev, None, None, None,
+    c = None if c is None else c.contiguous()
+    tensors = (unit_last(grad_h), grad_c, h.contiguous(), c, activated.contiguous())
+    return planned(_plan_cell_backward, tensors, (cell,), h.device)
+
+
+def _plan_cell_backward(memory, grad_h, grad_c, h, c, activated, cell):
+    problem = plans.single(h, cell)
+    grad_x = memory.empty(h, (problem.b, problem.width))
+    grad_h_gates = memory.empty(h, (1, 1, problem.b, problem.width)) if cell == GRU else None
+    grad_h_prev = memory.empty(h, h.shape) if cell == GRU else None
+    grad_c_prev = memory.empty(h, h.shape) if cell == LSTM else None
+    step = plans.cell_backward(
+        problem, None, grad_h, None, None, grad_c, None, activated, c, c, h, h, None, grad_x, grad_h_gates,
+        grad_h_prev, grad_c_prev, None, None, None,
     )  # fmt: skip
-    run([launch], h.device)
-    grad_h_gates = empty if grad_h_gates is None else grad_h_gates[0, 0]
-    others = (h.new_empty(0) if each is None else each for each in (grad_h_prev, grad_c_prev))
-    return grad_x, grad_h_gates, *others
+    of_product = None if grad_h_gates is None else memory.view(grad_h_gates, _only)
+    results = (of_product, grad_h_prev, grad_c_prev)
+    return (grad_x, *(memory.empty(h, (0,)) if each is None else each for each in results)), [step]
+
+
+def _only(each):
+    return each[0, 0]

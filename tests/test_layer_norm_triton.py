@@ -25,20 +25,22 @@ MANY = {torch.float32: 4099, torch.bfloat16: 8200}  # columns: more than a progr
 def long_rows() -> None:
     """By the error rule, where the cache is large enough to read x and dy once, and where it is not."""
     kernels = importlib.import_module("seqkern.kernels.layer_norm")
+    replay = importlib.import_module("seqkern.kernels._replay")
     launched: list[str] = []
-    launch = kernels.run
+    launch = replay.launch
 
-    def keep(plan: list[Any], device: torch.device) -> None:
-        launched.extend(step.name for step in plan)
-        launch(plan, device)
+    def keep(step: Any) -> Any:
+        launched.append(step.name)
+        return launch(step)
 
     for cache, centred, (dtype, columns) in itertools.product((0, 1 << 30), (True, False), MANY.items()):
         case = layer_norm_case(9, columns, centred=False)
         if centred:
             case = add_layer_norm_case(9, columns, dropout_p=0.3)
         room = mock.patch.object(kernels, "room", return_value=kernels.Room(2, 2, cache))
-        with poison(), seqkern.use_backend("triton"), room, mock.patch.object(kernels, "run", keep):
+        with poison(), seqkern.use_backend("triton"), room, mock.patch.object(replay, "launch", keep):
             launched.clear()
+            replay.forget()
             for report in check_case(case, dtype):
                 assert report.passed, (cache, columns, dtype, str(report))
         assert "layer_norm_backward_long_once" in launched if cache else "layer_norm_columns" in launched
@@ -47,6 +49,7 @@ def long_rows() -> None:
 def groups() -> None:
     """The parameters' gradients of whole numbers are exact: every row counts once, whoever adds it."""
     kernels = importlib.import_module("seqkern.kernels.layer_norm")
+    common = importlib.import_module("seqkern.kernels._common")
     for rows, need_weight, need_bias in ((21, True, True), (5, True, False), (5, False, True)):
         x, dy = torch.randint(-3, 4, (2, rows, 4099)).float()  # more than a program keeps
         ones = torch.ones(rows)
@@ -54,8 +57,8 @@ def groups() -> None:
             room = kernels.Room(2, 2, cache)
             arguments = (dy, None, x, 0 * ones, ones, None, None, 0.0, need_weight, need_bias, room)
             with poison():
-                (_, _, *grads), plan = kernels._plan_backward(*arguments)
-                kernels.run(plan, x.device)
+                (_, _, *grads), plan = kernels._plan_backward(kernels.Memory(), *arguments)
+                common.run(plan, x.device)
             x_hat = x - x.double().mean(1, keepdim=True)
             if need_weight:
                 assert (grads[0] - (dy * x_hat).sum(0)).abs().max() <= 2**-16 * rows
@@ -68,17 +71,18 @@ def programs() -> None:
     from triton_driver import compile_only
 
     kernels = importlib.import_module("seqkern.kernels.layer_norm")
+    common = importlib.import_module("seqkern.kernels._common")
     x, weight, mean = torch.zeros(8192, 768, dtype=torch.bfloat16), torch.zeros(768), torch.zeros(8192)
     arguments = (x, None, x, mean, mean, weight, None, 0.0, True, True)
     for registers, at_once in ((40, 4), (96, 2), (128, 2), (129, 1), (255, 1)):
         with compile_only(90) as driver:
             properties = driver.device
             driver.utils.load_binary = lambda *about, n=registers: (object(), object(), n, 0, 1024)
-            _, plan = kernels._plan_backward(*arguments, kernels.room(x.device))
             kernels._PROGRAMS.clear()
             for _ in range(2):
-                _, plan = kernels._occupied(arguments, plan, x.device)
-                kernels.run(plan, x.device)
+                room = kernels._occupied(arguments, kernels.room(x.device))
+                _, plan = kernels._plan_backward(kernels.Memory(), *arguments, room)
+                common.run(plan, x.device)
             assert [launch.grid for launch in plan] == [(at_once * properties.multiprocessors,), (12, 2)]
             assert (driver.compiled, driver.launches) == (2, 4)
 

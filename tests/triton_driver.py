@@ -193,6 +193,7 @@ def forget() -> None:
         for each in vars(module).values():
             if isinstance(each, triton.runtime.JITFunction):
                 each.device_caches.clear()
+    seqkern.kernels._replay.forget()
 
 
 @contextlib.contextmanager
