@@ -336,6 +336,12 @@ sys.exit(pytest.main(["--collect-only", "-q", "--device", "cuda", "benchmarks/{f
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 
+pooled = pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="torch 2.10 does not tell a library on its stable ABI when a tensor dies"
+)
+
+
+@pooled
 def test_large_results_keep_their_memory_for_one_another():
     x = torch.randn(1100, 1024)  # 4.5 MB: three huge pages
     seqkern.release_memory()
@@ -357,6 +363,7 @@ def test_large_results_keep_their_memory_for_one_another():
     assert _library.waiting_memory() == 0
 
 
+@pooled
 def test_the_limit_on_waiting_memory():
     x = torch.randn(2048, 1024)
     try:

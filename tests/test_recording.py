@@ -313,6 +313,7 @@ def test_any_eps_is_taken(ours, theirs, eps):
 # ---- a result that is to grow -------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="no memory is kept there")
 def test_a_large_result_grows_as_a_copy_or_without_kept_memory():
     x = torch.randn(512, 1024)
     with pytest.raises(RuntimeError, match="not resizable"):
