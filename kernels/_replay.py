@@ -8,9 +8,13 @@ What Triton would look at again is part of the kind (integers, which all follow 
 tensors begin at a multiple of 16 bytes. A call with one that does not is planned anew and launched by Triton's JIT. On
 AMD the JIT, which notes the size of a storage there as well, launches every call, of a plan that is kept all the same.
 
+Triton's launch hooks are called as ever. What its JIT asks at every launch beside (debug, instrumentation) is asked
+when a call is planned: `forget()` makes all calls new ones.
+
 What a call costs is measured by benchmarks/host_time.py. Of what is left, half are the results' allocations.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +24,7 @@ from ._common import INTERPRETED, Launch, launch, on, options_of
 
 MOST = 1024  # kinds of calls that are kept: the oldest goes first. A cache that grows by a key a token makes many
 _KEPT: dict[tuple, "_Replay"] = {}
+_LOCK = threading.Lock()  # of those who keep; those who look one up need none
 
 
 class Memory:
@@ -133,10 +138,13 @@ def _planned(plan, tensors, options, key):
     memory = Memory()
     results, launches = plan(memory, *apart, *options)
     compiled = [launch(step) for step in launches]
-    if not any(each is not None and each.data_ptr() & 15 for each in tensors):
-        while len(_KEPT) >= MOST:
-            _KEPT.pop(next(iter(_KEPT)), None)
-        _KEPT[key] = _Replay(apart, memory, launches, compiled, results)
+    askew = any(each is not None and each.data_ptr() & 15 for each in tensors)
+    if not askew and not any(each != each for each in options):  # a NaN would be found by no call
+        replay = _Replay(apart, memory, launches, compiled, results)
+        with _LOCK:
+            while len(_KEPT) >= MOST:
+                del _KEPT[next(iter(_KEPT))]
+            _KEPT[key] = replay
     return results
 
 
@@ -162,4 +170,5 @@ class Repeated:
 
 def forget() -> None:
     """Drops what was kept, as Triton's own caches are dropped when the device behind them becomes another."""
-    _KEPT.clear()
+    with _LOCK:
+        _KEPT.clear()

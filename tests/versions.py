@@ -21,8 +21,8 @@ VERSIONS = ("2.10.0", "2.11.0", "newest")
 # The interpreter of triton 3.6, which comes with torch before 2.12, fails beside numpy 2.4; setuptools before 77 do not
 # know how pyproject.toml writes a licence.
 PACKAGES = (
-    "numpy<2.4", "setuptools>=77", "wheel", "ninja", "pytest>=8", "pytest-benchmark>=4", "pytest-xdist>=3.5", "hypothesis",
-    "expecttest", "torch-abi-audit", "rich", "matplotlib", "jinja2", "psutil", "packaging",
+    "numpy<2.4", "setuptools>=77", "wheel", "ninja", "pytest>=8", "pytest-benchmark>=4", "pytest-xdist>=3.5",
+    "hypothesis", "expecttest", "torch-abi-audit", "rich", "matplotlib", "jinja2", "psutil", "packaging",
 )  # fmt: skip
 PROBE = "import torch, sys; print(torch.__version__, '%d.%d' % sys.version_info[:2])"
 

@@ -86,10 +86,12 @@ struct Launcher {
     const int group = c.heads / c.kv_heads;
     const int64_t bytes = int64_t{c.max_queries} * group * (2 * (c.head_dim + c.value_dim) + 4 * kDim);
     p.order = attention_order(c.sequences, c.kv_heads, 1, c.max_keys, L::kKeys, bytes, true, 90);
-
+    const int64_t blocks = p.order.pairs * p.order.blocks;
+    LaunchShape shape{dim3(static_cast<unsigned>(blocks)), dim3(L::kThreads), static_cast<size_t>(L::kBytes)};
+    p.apart = c.low == -kAttentionFar && c.high == kAttentionFar && p.order.blocks > 1 &&
+              blocks <= cuda_device(call.like).multiprocessors;
+    shape.all_resident = p.apart;  // they wait for each other
     launch(call.op, statistics_kernel<T, kDim, L::kQueries>, plain_shape(c, L::kQueries), call.stream, p);
-    const LaunchShape shape{dim3(static_cast<unsigned>(p.order.pairs * p.order.blocks)), dim3(L::kThreads),
-                            static_cast<size_t>(L::kBytes)};
     launch(call.op, backward_kernel<T, kDim>, shape, call.stream, maps_of(call, b, L::kQueries, L::kKeys), p);
     launch(call.op, convert_kernel<T, kDim>, plain_shape(c, L::kQueries), call.stream, p);
     fill_gaps<T>(call, p);

@@ -17,8 +17,10 @@
 // of the registers. A block adds its share by one bulk addition from shared memory, in a fixed order: blocks of later
 // keys first. A counter for every tile says how many have added; a block waits until it is its turn. Blocks take their
 // keys in the same order, by a ticket: who is waited for has started, and under a causal mask has passed by already,
-// because later keys begin with later queries (shortest first). The same bits every run, whatever the schedule. A last
-// kernel scales dQ and rounds it.
+// because later keys begin with later queries (shortest first). Without a mask the blocks of a head would begin one
+// step after the other, the last of n idle for n - 1 of them. So, where all of a call are resident at once (a
+// cooperative launch), they begin apart and add in the order in which they come by; a call of more blocks is full
+// without that. The same bits every run, whatever the schedule. A last kernel scales dQ and rounds it.
 //
 // What overlaps: P while dP^T is made, dS while dV is, the barrier before dQ and the staging of dQ while dK and the
 // next S^T are. Warps that write dQ take turns, two of them: one's sums are on their way while the other looks for its
@@ -70,7 +72,7 @@ struct Layout {
   static constexpr int kGradOut = kQuery + kStages * kQueryBytes, kScores = kGradOut + kStages * kQueryBytes;
   static constexpr int kSums = kScores + 2 * kScoreBytes, kStatistics = kSums + kSumBytes;
   static constexpr int kBarriers = kStatistics + kStages * 2 * kQueries * 4, kWork = kBarriers + 8 * 8;
-  static constexpr int kBytes = kWork + 128;
+  static constexpr int kBytes = kWork + kWorkBytes;
 };
 
 // ---- who takes the gradients of queries away -----------------------------------------------------------------------
@@ -82,13 +84,15 @@ SK_DEVICE void write_sums(const Backward& p, const Work& w, const unsigned char*
   using L = Layout<kDim>;
   const int total = w.group * w.visits.count;
   int64_t slot = w.slot;
-  int n = 0;
+  int n = w.start;
 #pragma unroll 1
   for (int done = 0; done < total; ++done) {
     if (done % 2 == writer) {
       uint32_t* turns = p.turns + slot + n;
       if (lane == 0) {
-        const uint32_t turn = turn_of<L::kQueries, L::kKeys>(w.at, (w.visits.first + n) * L::kQueries, w.key0);
+        const uint32_t turn = p.apart
+                                  ? static_cast<uint32_t>(w.rotation.turn(n, w.visits.count))
+                                  : turn_of<L::kQueries, L::kKeys>(w.at, (w.visits.first + n) * L::kQueries, w.key0);
         while (load_acquire(turns) < turn) pause();
       }
       __syncwarp();
@@ -108,7 +112,8 @@ SK_DEVICE void write_sums(const Backward& p, const Work& w, const unsigned char*
       }
       __syncwarp();
     }
-    if (++n == w.visits.count) n = 0, slot += p.slots;
+    if (++n == w.visits.count) n = 0;
+    if (n == w.start) slot += p.slots;
   }
 }
 
@@ -151,7 +156,7 @@ SK_DEVICE void consume(const Backward& p, const Work& w, unsigned char* shared, 
   product_of_rows<T, kQueries, kDim / 16>(s, key, L::kKeyTile, shared + L::kQuery, L::kQueryTile);
   wgmma_commit();
   wgmma_wait<0>();
-  int done = 0, n = 0, turn = 0;
+  int done = 0, n = w.start, turn = 0;
   do {
     const int query0 = (w.visits.first + n) * kQueries;
     const unsigned char *query = shared + L::kQuery + ring.stage * L::kQueryBytes,

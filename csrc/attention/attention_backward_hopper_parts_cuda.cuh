@@ -214,9 +214,13 @@ struct Barriers {
 struct Work {
   AttentionPlace at;
   Visits visits;
-  int kv_head, group, key0;
-  int64_t slot;  // of the first query that the block meets, of the first head
+  Rotation rotation;
+  int kv_head, group, key0, start;  // start: of the blocks of queries, the first one that is visited
+  int64_t slot;                     // of the first query that the block meets, of the first head
 };
+
+constexpr int kWorkBytes = 128;
+static_assert(sizeof(Work) <= kWorkBytes, "room for it");
 
 template <class L>
 SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, const Maps& maps, int lane) {
@@ -233,7 +237,9 @@ SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, 
 #pragma unroll 1
   for (int head = w.kv_head * w.group; head < (w.kv_head + 1) * w.group; ++head) {
 #pragma unroll 1
-    for (int query0 = w.visits.first * L::kQueries, n = w.visits.count; n > 0; --n, query0 += L::kQueries) {
+    for (int n = w.start, left = w.visits.count; left > 0; --left) {
+      const int query0 = (w.visits.first + n) * L::kQueries;
+      n = n + 1 == w.visits.count ? 0 : n + 1;
       mbarrier_wait(barriers.empty + ring.stage, ring.phase ^ 1);
       uint64_t* full = barriers.full + ring.stage;
       bringer.bring<L::kQueries, L::kColumns>(shared + L::kQuery + ring.stage * L::kQueryBytes, maps.query, full,
@@ -255,8 +261,9 @@ SK_DEVICE void bring_statistics(const Backward& p, const Work& w, unsigned char*
   for (int head = 0; head < w.group; ++head, slot += p.slots) {
     const float4* from = reinterpret_cast<const float4*>(p.statistics + slot * 2 * L::kQueries) + lane;
 #pragma unroll 1
-    for (int n = w.visits.count; n > 0; --n, from += L::kQueries / 2) {
-      const float4 statistics = *from;
+    for (int n = w.start, left = w.visits.count; left > 0; --left) {
+      const float4 statistics = from[n * (L::kQueries / 2)];
+      n = n + 1 == w.visits.count ? 0 : n + 1;
       mbarrier_wait(barriers.empty + ring.stage, ring.phase ^ 1);
       reinterpret_cast<float4*>(shared + L::kStatistics + ring.stage * 2 * L::kQueries * 4)[lane] = statistics;
       __syncwarp();
@@ -277,6 +284,9 @@ SK_DEVICE void set_up(const Backward& p, unsigned char* shared, const AttentionT
   w.group = p.call.heads / p.call.kv_heads;
   w.slot = static_cast<int64_t>(tile.head) * w.group * p.slots + first_slot<L::kQueries>(p, w.at, tile.sequence) +
            w.visits.first;
+  w.rotation = {1, 0};
+  if (p.apart && w.visits.count > 0) w.rotation = {blocks_of(w.at.keys, L::kKeys), tile.block};
+  w.start = w.rotation.start(w.visits.count);
   const Barriers barriers(shared + L::kBarriers);
   mbarrier_init(barriers.keys, 2);
   mbarrier_init(barriers.own, 1);

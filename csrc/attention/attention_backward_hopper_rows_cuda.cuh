@@ -20,6 +20,7 @@ struct Backward {
   float *statistics, *sums;
   uint32_t *turns, *ticket;
   int64_t slots;  // tiles of queries of a head
+  bool apart;  // blocks of a head's keys begin with other queries each: every key meets every query, all are resident
 };
 
 // What TMA is told: boxes of 64 columns, and of a tile's rows.
@@ -58,6 +59,46 @@ SK_DEVICE uint32_t turn_of(const AttentionPlace& at, int query0, int key0) {
   const int last = min(at.keys, min(query0 + kQueries, at.queries) + at.high);
   return static_cast<uint32_t>((last - 1) / kKeys - key0 / kKeys);
 }
+
+// Of the blocks of keys that begin apart, `members` of them, the one of number `index`.
+struct Rotation {
+  int members, index;
+
+  // The first queries that it meets, of `count` blocks of them.
+  SK_DEVICE constexpr int start(int count) const {
+    return static_cast<int>(static_cast<int64_t>(index) * count / members);
+  }
+  // How many add to block n of the queries before: those that come to it earlier. They are the members that began with
+  // it or before it, the last of them first, and then those that began behind it, again from the last.
+  SK_DEVICE constexpr int turn(int n, int count) const {
+    const int64_t passed = ((n + int64_t{1}) * members - 1) / count + 1;
+    const int begun = static_cast<int>(passed < members ? passed : members);
+    return index < begun ? begun - 1 - index : begun + members - 1 - index;
+  }
+};
+
+// Every turn is somebody's, and whoever is waited for has come after fewer steps, or after as many and with a larger
+// number: no circle of blocks waits.
+constexpr bool turns_are_kept(int members, int count) {
+  for (int n = 0; n < count; ++n) {
+    uint64_t seen = 0;
+    for (int index = 0; index < members; ++index) {
+      const Rotation mine{members, index};
+      const int turn = mine.turn(n, count), steps = (n - mine.start(count) + count) % count;
+      if (turn < 0 || turn >= members || (seen >> turn & 1) != 0) return false;
+      seen |= uint64_t{1} << turn;
+      for (int other = 0; other < members; ++other) {
+        const Rotation theirs{members, other};
+        const int before = (n - theirs.start(count) + count) % count;
+        if (theirs.turn(n, count) < turn && (before > steps || (before == steps && other < index))) return false;
+      }
+    }
+  }
+  return true;
+}
+static_assert(turns_are_kept(1, 3) && turns_are_kept(6, 4) && turns_are_kept(5, 9) && turns_are_kept(7, 1) &&
+                  turns_are_kept(8, 8),
+              "who adds when");
 
 // ---- before and after ----------------------------------------------------------------------------------------------
 

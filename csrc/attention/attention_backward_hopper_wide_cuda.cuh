@@ -47,7 +47,7 @@ struct WideKeys {
   static constexpr int kProbabilities = kGradOut + kStages * kMatrix, kProbabilityBytes = kKeys * kQueries * 4;
   static constexpr int kStatistics = kProbabilities + 2 * kProbabilityBytes;
   static constexpr int kBarriers = kStatistics + kStages * 2 * kQueries * 4, kWork = kBarriers + 8 * 8;
-  static constexpr int kBytes = kWork + 128;
+  static constexpr int kBytes = kWork + kWorkBytes;
 };
 
 // One warpgroup makes S^T, of it P^T, and dV; the other dP^T, with P^T of the first dS^T, and dK. Of the tiles it asks
