@@ -32,7 +32,7 @@ test: build build/triton-$(TRITON_OLDEST)
 test-slow: build build/triton-$(TRITON_OLDEST) build/triton-$(TRITON_NEWEST)
 	$(PY) -m pytest -m slow
 
-versions: build
+versions: build build/triton-$(TRITON_OLDEST)
 	WORKERS=$(WORKERS) $(PY) tests/versions.py
 
 bench: build
