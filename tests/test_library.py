@@ -485,10 +485,11 @@ def _func_grad_may_break() -> bool:
 
     gradient, x = torch.func.grad(broken), torch.randn(3)
     try:
-        return torch.equal(torch.compile(gradient, backend="eager")(x), gradient(x))
-    except Exception:
-        assert torch.__version__ < "2.12"
-        return False
+        right = torch.equal(torch.compile(gradient, backend="eager")(x), gradient(x))
+    except Exception:  # an internal one, of another kind in every version
+        right = False
+    assert right or torch.__version__ < "2.12"
+    return right
 
 
 def test_compiled_forward_mode_keeps_its_tangent():

@@ -187,7 +187,7 @@ def test_a_replay_binds_what_the_jit_bound(version: str) -> None:
 
 
 def test_a_call_made_before_costs_the_host_less(tmp_path: Path) -> None:
-    """Half of a new one's time at most; it is a sixth to an eighth. A recurrent step's launch: a quarter, of a 12th."""
+    """Half of a new one's time at most; it is a 5th to a 7th. A recurrent step's launch: a quarter; it is an 11th."""
     file = tmp_path / "host.json"
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.host_time", "--quick", "--json", str(file)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
