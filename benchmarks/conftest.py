@@ -14,6 +14,7 @@ import torch
 from benchmarks.harness import chosen_device
 from seqkern import _attention_cuda, _library, use_backend
 from seqkern._explain import describe_machine
+from seqkern._slices import SLICES
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,11 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     One that asks for `path` runs there once with each kind of kernels that the GPU has.
     """
     slice = metafunc.module.__name__.rpartition("bench_")[2]
-    if (
-        "backend" in metafunc.fixturenames
-        and chosen_device(metafunc.config) == "cuda"
-        and slice in _library.CUDA_OPS.values()
-    ):
+    if "backend" in metafunc.fixturenames and chosen_device(metafunc.config) == "cuda" and SLICES[slice].cuda_ops:
         backends = _library.gpu_backends(slice)
         if "path" in metafunc.fixturenames and "cuda" in backends:
             hopper = _library._capability(torch.cuda.current_device()) == (9, 0)

@@ -41,7 +41,7 @@ def calls(device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
     """By name: microseconds aimed at, and the call."""
     attention = importlib.import_module("seqkern.kernels.attention")
     norm = importlib.import_module("seqkern.kernels.layer_norm")
-    rnn = importlib.import_module("seqkern.kernels.rnn")
+    cell = importlib.import_module("seqkern.kernels.rnn_cell")
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).bfloat16()
@@ -56,7 +56,7 @@ def calls(device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
     x, weight = normal(4096, 768), normal(768)
     _, _, mean, rstd = norm.layer_norm_fwd(x, None, weight, weight, None, 1e-5, 0.0, True)
     gates, state = normal(16, 1024), normal(16, 256)
-    _, c_new, activated = rnn.rnn_cell_fwd(gates, gates, state, state, 0)
+    _, c_new, activated = cell.rnn_cell_fwd(gates, gates, state, state, 0)
     return {
         "attention forward": (20, lambda: attention.attention_fwd(query, key, value, *nothing, *full)),
         "attention backward": (
@@ -71,8 +71,8 @@ def calls(device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
             25,
             lambda: norm.layer_norm_bwd(x, None, x, mean, rstd, weight, None, 0.0, True, True, True),
         ),
-        "LSTM cell forward": (15, lambda: rnn.rnn_cell_fwd(gates, gates, state, state, 0)),
-        "LSTM cell backward": (25, lambda: rnn.rnn_cell_bwd(state, state, state, state, c_new, activated, 0)),
+        "LSTM cell forward": (15, lambda: cell.rnn_cell_fwd(gates, gates, state, state, 0)),
+        "LSTM cell backward": (25, lambda: cell.rnn_cell_bwd(state, state, state, state, c_new, activated, 0)),
     }  # fmt: skip
 
 

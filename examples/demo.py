@@ -32,7 +32,7 @@ from examples.console import (
     variants_table,
     verification_table,
 )
-from seqkern import _explain, _library
+from seqkern import _explain, _slices
 
 # Of the budget, the share that goes to timing attention and LSTM; the other parts do a fixed amount of work.
 COST_SHARE = 0.2
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"--text: {error}", style="red", highlight=False, soft_wrap=True)
         return 2
 
-    machine, choices = _explain.describe_machine(), _explain.by_reason(map(seqkern.explain, _library.FUNCTIONS))
+    machine, choices = _explain.describe_machine(), _explain.by_reason(map(seqkern.explain, _slices.FUNCTIONS))
     kernels = [{"ops": ops, "kernel": kernel, "reason": reason} for ops, kernel, reason in choices]
     console.print(machine_table(machine), kernels_table(kernels))
     if (share := processor_share()) < 0.8:

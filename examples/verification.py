@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from examples.console import console, progress, sweep_table, verification_table
-from seqkern import _library
+from seqkern import _library, _slices
 from seqkern.testing import CASES, check_case, layer_norm_case, verify
 from seqkern.testing.random_options import outcomes, summarise
 
@@ -25,14 +25,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def kernels(op: str, dtype: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
     """The kernels of `op` that can run here, with the arguments of `verify` that force them."""
     function = op.removesuffix("_options")
-    own = function in _library.BF16_FUNCTIONS and dtype == torch.bfloat16
+    slice = _slices.FUNCTIONS[function]
+    own = slice.own_bf16 and dtype == torch.bfloat16
     isas = [isa for isa in _library.available_isas() if own or isa not in _library.BF16_ISAS]
     found: list[tuple[str, dict[str, Any]]] = [(f"C++ {isa}", {"isa": isa}) for isa in isas]
     if torch.cuda.is_available():
         names = {"triton": "Triton", "cuda": "CUDA C++"}
-        for backend in _library.gpu_backends(_library.FUNCTIONS[function]):
-            if backend == "triton" or function in _library.CUDA_FUNCTIONS:
-                found.append((names[backend], {"backend": backend, "device": "cuda"}))
+        for backend in _library.gpu_backends(slice.name):
+            found.append((names[backend], {"backend": backend, "device": "cuda"}))
     return found
 
 

@@ -108,14 +108,6 @@ def _aot_steps(cell, dtype, n, **options):
             problem, None, None, None, wide(2, 32, n), c, cells, gates, cells, c0, output, h0, products,
             number((64, 32, 2 * width)), number((2, 64, 32, width)), None, c, hidden, *sums,
         )  # fmt: skip
-    if not options:
-        one, x, h = plans.single(number((32, n)), cell), number((1, 1, 32, width)), number((32, n))
-        c = h if lstm else None
-        yield plans.cell_forward(one, x, x[0, 0], h, c, h, c, gates=wide(32, kept))
-        yield plans.cell_backward(
-            one, None, h, None, None, c, None, wide(32, kept), c, c, h, h, None, x[0, 0],
-            x if cell == GRU else None, h if cell == GRU else None, c, None, None, None,
-        )  # fmt: skip
 
 
 def _aot_whole(cell, dtype, n, limit, **options):

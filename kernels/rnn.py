@@ -42,14 +42,14 @@ import torch
 from .. import _library
 from . import _rnn_plans as plans
 from ._common import accumulator, on, run, shared_memory, unit_last
-from ._replay import Repeated, planned
+from ._replay import Repeated
 from ._rnn_aot import aot_configurations
 from ._rnn_plans import GRU, LSTM, stack
 from ._rnn_sequence import plan_backward as plan_sequence_backward
 from ._rnn_sequence import plan_forward as plan_sequence_forward
 from ._rnn_sequence import takes_sequence
 
-__all__ = ["aot_configurations", "rnn_bwd", "rnn_cell_bwd", "rnn_cell_fwd", "rnn_fwd"]
+__all__ = ["aot_configurations", "rnn_bwd", "rnn_fwd"]
 
 TIER = "auto"  # of the CUDA scan: the smallest that holds the weights, or, for tests, "block", "cluster" or "grid"
 
@@ -359,46 +359,3 @@ def _scan_back(
 def _slab(each, problem, step):
     """What a step of all directions wrote. One direction keeps the order of time, two that of the steps."""
     return each[:, problem.t - 1 - step if problem.reverse else step]
-
-
-def rnn_cell_fwd(x_gates, h_gates, h, c, cell):
-    """The launcher behind `seqkern::rnn_cell_fwd`: (h_new, c_new, activated)."""
-    tensors = (unit_last(x_gates), unit_last(h_gates), unit_last(h), None if c is None else unit_last(c))
-    return planned(_plan_cell_forward, tensors, (cell,), h.device)
-
-
-def _plan_cell_forward(memory, x_gates, h_gates, h, c, cell):
-    problem = plans.single(h, cell)
-    h_new = memory.empty(h, h.shape)
-    c_new = memory.empty(h, (0,) if c is None else h.shape)
-    activated = memory.empty(h, (problem.b, problem.kept), problem.acc)
-    written = None if c is None else c_new
-    step = plans.cell_forward(problem, x_gates, h_gates, h, c, h_new, written, gates=activated)
-    return (h_new, c_new, activated), [step]
-
-
-def rnn_cell_bwd(grad_h, grad_c, h, c, c_new, activated, cell):
-    """The launcher behind `seqkern::rnn_cell_bwd`: (grad_x_gates, grad_h_gates, grad_h_prev, grad_c_prev)."""
-    grad_c = None if grad_c is None or cell != LSTM else unit_last(grad_c)
-    c = None if c is None else c.contiguous()
-    tensors = (unit_last(grad_h), grad_c, h.contiguous(), c, activated.contiguous())
-    return planned(_plan_cell_backward, tensors, (cell,), h.device)
-
-
-def _plan_cell_backward(memory, grad_h, grad_c, h, c, activated, cell):
-    problem = plans.single(h, cell)
-    grad_x = memory.empty(h, (problem.b, problem.width))
-    grad_h_gates = memory.empty(h, (1, 1, problem.b, problem.width)) if cell == GRU else None
-    grad_h_prev = memory.empty(h, h.shape) if cell == GRU else None
-    grad_c_prev = memory.empty(h, h.shape) if cell == LSTM else None
-    step = plans.cell_backward(
-        problem, None, grad_h, None, None, grad_c, None, activated, c, c, h, h, None, grad_x, grad_h_gates,
-        grad_h_prev, grad_c_prev, None, None, None,
-    )  # fmt: skip
-    of_product = None if grad_h_gates is None else memory.view(grad_h_gates, _only)
-    results = (of_product, grad_h_prev, grad_c_prev)
-    return (grad_x, *(memory.empty(h, (0,)) if each is None else each for each in results)), [step]
-
-
-def _only(each):
-    return each[0, 0]

@@ -12,16 +12,8 @@ from seqkern.ops.attention import (
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from seqkern.ops.rnn import (
-    gru,
-    gru_cell,
-    lstm,
-    lstm_cell,
-    rnn_relu,
-    rnn_relu_cell,
-    rnn_tanh,
-    rnn_tanh_cell,
-)
+from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
+from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,7 +7,7 @@ import torch
 
 import seqkern
 from seqkern._explain import Choice, by_reason, describe_machine, explain
-from seqkern._library import FUNCTIONS
+from seqkern._slices import FUNCTIONS
 
 
 def main() -> None:

@@ -14,9 +14,7 @@ import torch
 import seqkern
 from seqkern import _attention_cuda, _library
 from seqkern._library import (
-    BF16_FUNCTIONS,
     BF16_ISAS,
-    FUNCTIONS,
     available_isas,
     backend_for,
     cpu_isa,
@@ -24,6 +22,7 @@ from seqkern._library import (
     has_triton,
     node_library,
 )
+from seqkern._slices import FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,7 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     """Says which kernel `op` would run on `tensors` (without any: on a float32 CPU tensor), and why. Runs nothing.
 
     Args:
-        op: "scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode", "layer_norm",
-            "rms_norm", "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell",
-            "gru_cell", "rnn_tanh_cell" or "rnn_relu_cell".
+        op: a public function that kernels serve, such as "attention" or "lstm_cell"; `python -m seqkern` lists them.
         tensors: the tensors that the op would get; device and dtype of the first decide. For a recurrent layer in CUDA
             C++ its input and h, or its weights: then it tells which tier would hold them; for attention in CUDA C++
             query, key and value: then it tells the kernels and their tiles.
@@ -68,7 +65,7 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
     backend = backend_for(op, tensor)
     asked = "chosen by use_backend or SEQKERN_BACKEND" if _library._backend != "auto" else ""
     if backend == "reference":
-        return Choice(op, backend, f"seqkern.reference.{FUNCTIONS[op]}", asked)
+        return Choice(op, backend, f"seqkern.reference.{FUNCTIONS[op].name}", asked)
     if backend == "triton":
         where = "interpreted on CPU" if tensor.device.type == "cpu" else f"compiled for {tensor.device}"
         return Choice(op, backend, f"Triton, {where}", asked or "CUDA tensors run the Triton kernels")
@@ -76,18 +73,18 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         where = "executed on the host" if tensor.device.type == "cpu" else f"for {tensor.device}"
         reason = asked or ("it measured faster than Triton here" if has_triton() else "triton is not installed")
         kernel = f"CUDA C++, {where}"
-        if FUNCTIONS[op] == "rnn":
+        if FUNCTIONS[op].name == "rnn":
             served, how = _scan(op, tensors)
             reason = f"{reason}; {how}"
             kernel = kernel if served else f"Triton, step by step, {where}"
-        elif FUNCTIONS[op] == "attention" and tensors:
+        elif FUNCTIONS[op].name == "attention" and tensors:
             reason = f"{reason}; {_attention_cuda.plan(op, tensors)}"
         return Choice(op, backend, kernel, reason)
     isa, best = cpu_isa(), available_isas()[-1]
     tier = (
         f"{isa} is the best tier this machine has" if isa == best else f"{isa} is chosen; this machine also has {best}"
     )
-    if isa in BF16_ISAS and not (op in BF16_FUNCTIONS and tensor.dtype == torch.bfloat16):
+    if isa in BF16_ISAS and not (FUNCTIONS[op].own_bf16 and tensor.dtype == torch.bfloat16):
         isa, tier = "avx512", f"{tier}, but has kernels of its own for attention and recurrent layers in bfloat16 only"
     accumulate = "float64" if tensor.dtype == torch.float64 else "float32"
     copied = [i for i, t in enumerate(tensors) if t.dim() and t.size(-1) > 1 and t.stride(-1) != 1]

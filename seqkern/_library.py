@@ -23,83 +23,14 @@ from typing import Any
 import torch
 
 from seqkern._recording import exports_onnx
+from seqkern._slices import CUDA_OPS, FUNCTIONS, OPS, SLICES
 
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
-# Of these, those that are avx512 but for the products of what is here, in bfloat16.
-BF16_ISAS = ("avx512bf16", "amx")
-BF16_FUNCTIONS = (
-    "scaled_dot_product_attention",
-    "attention",
-    "attention_varlen",
-    "attention_decode",
-    "lstm",
-    "gru",
-    "rnn_tanh",
-    "rnn_relu",
-)
-
-# Every dispatcher op, and the slice (the file name) that it belongs to.
-SLICES = {
-    "attention_fwd": "attention",
-    "attention_bwd": "attention",
-    "layer_norm_fwd": "layer_norm",
-    "layer_norm_bwd": "layer_norm",
-    "rnn_fwd": "rnn",
-    "rnn_bwd": "rnn",
-    "rnn_cell_fwd": "rnn",
-    "rnn_cell_bwd": "rnn",
-}
-# What is written in CUDA C++ as well, and its slice: ops of their own in `seqkern_cuda`. Of recurrent layers that is
-# the scan over the steps, which kernels/rnn.py calls between its products.
-CUDA_OPS = {
-    "attention_fwd": "attention",
-    "attention_bwd": "attention",
-    "attention_plan": "attention",
-    "attention_decode": "attention",
-    "layer_norm_fwd": "layer_norm",
-    "layer_norm_bwd": "layer_norm",
-    "rnn_scan_fwd": "rnn",
-    "rnn_scan_bwd": "rnn",
-    "rnn_scan_plan": "rnn",
-}
+BF16_ISAS = ("avx512bf16", "amx")  # avx512, but for the bfloat16 kernels of the slices that have their own
 # What "auto" runs on CUDA tensors, by slice and compute capability (90 for 9.0), where a result under
 # benchmarks/results shows that CUDA C++ is faster; Triton elsewhere.
 FASTEST: dict[tuple[str, int], str] = {}
-# What users call, and the slice whose kernels run.
-FUNCTIONS = {
-    "scaled_dot_product_attention": "attention",
-    "attention": "attention",
-    "attention_varlen": "attention",
-    "attention_decode": "attention",
-    "layer_norm": "layer_norm",
-    "rms_norm": "layer_norm",
-    "add_layer_norm": "layer_norm",
-    "add_rms_norm": "layer_norm",
-    "lstm": "rnn",
-    "gru": "rnn",
-    "rnn_tanh": "rnn",
-    "rnn_relu": "rnn",
-    "lstm_cell": "rnn",
-    "gru_cell": "rnn",
-    "rnn_tanh_cell": "rnn",
-    "rnn_relu_cell": "rnn",
-}
-# Of these, what has CUDA C++ kernels.
-CUDA_FUNCTIONS = (
-    "scaled_dot_product_attention",
-    "attention",
-    "attention_varlen",
-    "attention_decode",
-    "layer_norm",
-    "rms_norm",
-    "add_layer_norm",
-    "add_rms_norm",
-    "lstm",
-    "gru",
-    "rnn_tanh",
-    "rnn_relu",
-)
 
 
 def _load() -> ctypes.CDLL:
@@ -135,7 +66,7 @@ def node_library() -> Path | None:
 
 
 _extension = _load()
-_OPS: dict[str, Any] = {name: getattr(torch.ops.seqkern, name).default for name in SLICES}
+_OPS: dict[str, Any] = {name: getattr(torch.ops.seqkern, name).default for name in OPS}
 _CUDA: dict[str, Any] = {name: getattr(torch.ops.seqkern_cuda, name).default for name in CUDA_OPS}
 if _executor := os.environ.get("SEQKERN_SIMT", ""):
     _load_executor(_executor)
@@ -294,10 +225,12 @@ def _runs_on(index: int) -> bool:
 def gpu_backends(slice: str, index: int | None = None) -> list[str]:
     """The backends that have kernels of a slice for a CUDA device (None: the current one)."""
     found = ["triton"] if has_triton() else []
-    # of recurrent layers the products around the scan need Triton
-    whole = all(name in CUDA_OPS for name in SLICES if SLICES[name] == slice)
-    written = slice in CUDA_OPS.values() and (bool(found) or whole)
-    if written and _runs_on(torch.cuda.current_device() if index is None else index):
+    own = SLICES[slice]
+    if (
+        own.cuda_ops
+        and (found or not own.cuda_needs_triton)
+        and _runs_on(torch.cuda.current_device() if index is None else index)
+    ):
         found.append("cuda")
     return found
 
@@ -326,10 +259,10 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
     if choice == "auto":
         if device != "cuda":
             choice = "cpu"
-        elif op not in CUDA_FUNCTIONS or _traced(tensor):  # a graph holds the op, which chooses itself
+        elif not FUNCTIONS[op].cuda_ops or _traced(tensor):  # a graph holds the op, which chooses itself
             choice = "triton"
         else:
-            choice = _automatic(FUNCTIONS[op], tensor.device.index)
+            choice = _automatic(FUNCTIONS[op].name, tensor.device.index)
     if device == "cuda" and choice == "triton" and _traced(tensor):
         return choice
     if choice == "cpu" and device in ("cpu", "meta"):
@@ -354,7 +287,7 @@ def backend_for(op: str, tensor: torch.Tensor) -> str:
 
 def _check_cuda(op: str, tensor: torch.Tensor) -> None:
     """Raises NotImplementedError where the CUDA C++ kernels cannot run `op` on a CUDA or CPU tensor."""
-    if op not in CUDA_FUNCTIONS:
+    if not FUNCTIONS[op].cuda_ops:
         raise NotImplementedError(
             f'{op}: it has no kernels in CUDA C++; use_backend("triton") runs it on CUDA tensors, "cpu" on CPU tensors'
         )
@@ -370,7 +303,7 @@ def _check_cuda(op: str, tensor: torch.Tensor) -> None:
             f"{op}: this build has CUDA C++ kernels for {' '.join(cuda_archs()) or 'no GPU'}, the "
             f'device is {major}.{minor}; use_backend("triton") runs there, or build with nvcc and SEQKERN_CUDA_ARCHS'
         )
-    if FUNCTIONS[op] == "rnn" and not has_triton() and not _traced(tensor):
+    if FUNCTIONS[op].cuda_needs_triton and not has_triton() and not _traced(tensor):
         raise NotImplementedError(f"{op}: the products around its scan need the triton package, which is not installed")
 
 
@@ -392,12 +325,12 @@ def kernel(name: str, tensor: torch.Tensor) -> Callable[..., Any]:
 
 @functools.cache
 def _triton_launcher(name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"seqkern.kernels.{SLICES[name]}"), name)
+    return getattr(importlib.import_module(f"seqkern.kernels.{OPS[name].name}"), name)
 
 
 def _cuda_launcher(name: str) -> Callable[..., Any]:
     """The op in CUDA C++; attention's are told more than the dispatcher's op is."""
-    if SLICES[name] == "attention":
+    if OPS[name].name == "attention":
         return getattr(importlib.import_module("seqkern._attention_cuda"), name)
     return _CUDA[name]
 
@@ -405,7 +338,7 @@ def _cuda_launcher(name: str) -> Callable[..., Any]:
 def _for_cuda_key(name: str) -> Callable[..., Any]:
     """What the dispatcher runs for CUDA tensors: Triton, imported when it first runs, or CUDA C++."""
     if name in CUDA_OPS:
-        slice, own = SLICES[name], _cuda_launcher(name)
+        slice, own = OPS[name].name, _cuda_launcher(name)
 
         def launch(*args: Any) -> Any:
             return (own if cuda_ops(slice, args[0]) else _triton_launcher(name))(*args)
@@ -422,7 +355,7 @@ def _register_for_cuda() -> torch.library.Library | None:
     if torch.version.cuda is None and torch.version.hip is None:
         return None
     library = torch.library.Library("seqkern", "IMPL")
-    for name in SLICES if has_triton() else [name for name in SLICES if name in CUDA_OPS]:
+    for name in OPS if has_triton() else [name for name in OPS if name in CUDA_OPS]:
         library.impl(name, _for_cuda_key(name), "CUDA")
     return library
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from seqkern import _library
+from seqkern._slices import ALL
 from seqkern.testing import ErrorReport, poison
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     Of the tiers for bfloat16 alone the slow tests have all, the others the last.
     """
     if "isa" in metafunc.fixturenames:
-        own = any(name in metafunc.module.__name__ for name in ("attention", "rnn"))
+        own = any(f"test_{slice.name}" in metafunc.module.__name__ for slice in ALL if slice.own_bf16)
         tiers = [i for i in _library.available_isas() if own or i not in _library.BF16_ISAS]
         quick = {i for i in tiers if i not in _library.BF16_ISAS or i == tiers[-1]}
         marked = [pytest.param(i, marks=() if i in quick else pytest.mark.slow) for i in tiers]

@@ -19,6 +19,7 @@ import torch
 from cuda_checks import machine_code
 
 from seqkern import _library
+from seqkern._slices import CUDA_OPS, SLICES
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "ninja"
@@ -387,14 +388,11 @@ def test_present_is_what_there_is_or_nothing(setup, nvcc, monkeypatch, capsys):
 def test_cuda_kernels_are_registered():
     """On any torch, also one that was built for CPU alone."""
     written = {source.split("/")[0] for source in SOURCES} - {"common"}
-    assert written <= set(_library.CUDA_OPS.values())
-    wanted = {name for name, slice in _library.CUDA_OPS.items() if slice in written}
+    assert written == {slice.name for slice in SLICES.values() if slice.cuda_ops}
     registered = {
-        name
-        for name in _library.CUDA_OPS
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"seqkern_cuda::{name}", "CUDA")
+        name for name in CUDA_OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"seqkern_cuda::{name}", "CUDA")
     }
-    assert registered == wanted
+    assert registered == set(CUDA_OPS)
 
 
 @needs_cuda

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import seqkern
 from seqkern import _attention_cuda, _explain, _library
+from seqkern._slices import CUDA_OPS, FUNCTIONS
 from seqkern.testing import compare, poison, verify
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +67,7 @@ def test_tiers_really_differ():
     assert all(not torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("op", _library.FUNCTIONS)
+@pytest.mark.parametrize("op", FUNCTIONS)
 def test_explain(op):
     choice = seqkern.explain(op, torch.randn(2, 3, 4, 8))
     tier = "avx512" if _library.cpu_isa() in _library.BF16_ISAS else _library.cpu_isa()  # nothing for float32
@@ -164,9 +165,7 @@ def test_which_gpus_a_target_serves(arch, served, others):
 
 
 def test_the_cuda_key_chooses_at_every_call(gpu, monkeypatch):
-    monkeypatch.setattr(
-        _library, "_CUDA", {name: lambda *args, n=name: ("cuda", n, args) for name in _library.CUDA_OPS}
-    )
+    monkeypatch.setattr(_library, "_CUDA", {name: lambda *args, n=name: ("cuda", n, args) for name in CUDA_OPS})
     monkeypatch.setattr(_library, "_triton_launcher", lambda name: lambda *args: ("triton", name, args))
     norm, layer = _library._for_cuda_key("layer_norm_fwd"), _library._for_cuda_key("rnn_fwd")
     assert norm(OnGpu, 1) == ("triton", "layer_norm_fwd", (OnGpu, 1))
@@ -419,7 +418,7 @@ def test_command_line_names_every_op():
         return [(reason, ops.replace("\n", " ").replace(" ", "").split(",")) for reason, ops in found]
 
     # Every op once, and every reason once.
-    assert sorted(op for _, ops in groups(float32) for op in ops) == sorted(_library.FUNCTIONS)
+    assert sorted(op for _, ops in groups(float32) for op in ops) == sorted(FUNCTIONS)
     for section in (float32, bfloat16):
         reasons = [reason for reason, _ in groups(section)]
         assert len(set(reasons)) == len(reasons)
@@ -428,7 +427,9 @@ def test_command_line_names_every_op():
             choice = seqkern.explain(op)
             assert reason == f"{choice.kernel}: {choice.reason}"
     own = [op for _, ops in groups(bfloat16) for op in ops]
-    assert own == (list(_library.BF16_FUNCTIONS) if _library.cpu_isa() in _library.BF16_ISAS else [])
+    assert own == (
+        [op for op, slice in FUNCTIONS.items() if slice.own_bf16] if _library.cpu_isa() in _library.BF16_ISAS else []
+    )
     assert torch.__version__ in output
     assert re.search(rf"^seqkern +{re.escape(seqkern.__version__)}$", output, re.MULTILINE)
 
@@ -570,6 +571,13 @@ def test_decoding_that_reads_beyond_the_cache_fails(monkeypatch):
     attention_decode = seqkern.attention_decode
     monkeypatch.setattr(seqkern, "attention_decode", lambda q, k, v, n: attention_decode(q, k, v, n + 1))
     assert not verify("attention_decode", torch.float32)[0].passed
+
+
+def test_every_public_function_with_kernels_is_verified():
+    assert set(FUNCTIONS) <= set(seqkern.__all__)
+    assert set(FUNCTIONS) - {"scaled_dot_product_attention"} <= set(
+        seqkern.testing.CASES
+    )  # `attention`, as it is called
 
 
 def test_verify_rejects_unknown_ops():

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from seqkern import _library
+from seqkern._slices import CUDA_OPS, FUNCTIONS, OPS, SLICES
 
 ROOT = Path(__file__).parent.parent
 EXTENSION = ROOT / "seqkern" / "_C.abi3.so"
@@ -44,10 +45,10 @@ def call(*command, **options):
 
 def test_every_schema_belongs_to_a_slice():
     declared = re.findall(r'"(\w+)\(', (ROOT / "csrc" / "ops.cpp").read_text())
-    assert set(declared) == set(_library.SLICES) | set(_library.CUDA_OPS)
+    assert set(declared) == set(OPS) | set(CUDA_OPS)
 
 
-@pytest.mark.parametrize("name", sorted(set(_library.SLICES.values())))
+@pytest.mark.parametrize("name", SLICES)
 def test_slice_is_complete(name):
     for path in (
         f"csrc/{name}/{name}.h",
@@ -64,10 +65,10 @@ def test_slice_is_complete(name):
     cuda = {path.suffix for path in (ROOT / "csrc" / name).glob(f"{name}*_cuda.cu*")}
     if cuda:
         assert cuda == {".cu", ".cuh"}
-        assert name in _library.CUDA_OPS.values()
+        assert SLICES[name].cuda_ops
 
 
-@pytest.mark.parametrize("name", sorted(_library.SLICES))
+@pytest.mark.parametrize("name", OPS)
 def test_every_op_has_a_cpu_and_a_fake_kernel(name):
     for key in ("CPU", "Meta"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"seqkern::{name}", key), key
@@ -146,7 +147,7 @@ def installed(wheel, tmp_path_factory):
 
 def test_wheel_imports_in_another_environment(installed, tmp_path):
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    written = [name for name in _library.CUDA_OPS if has_kernel(f"seqkern_cuda::{name}", "CUDA")]
+    written = [name for name in CUDA_OPS if has_kernel(f"seqkern_cuda::{name}", "CUDA")]
     program = (
         f"written, archs = {written}, {_library.cuda_archs()}"
         + """
@@ -169,7 +170,7 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", sorted(set(_library.SLICES.values())))
+@pytest.mark.parametrize("op", SLICES)
 def test_wheel_passes_the_tests(installed, tmp_path, op):
     call(installed, "-m", "pytest", "-q", "-x", ROOT / "tests" / f"test_{op}.py", cwd=tmp_path)
 
@@ -207,7 +208,7 @@ def test_the_command_tells_of_every_op(backend):
         name: value for name, value in os.environ.items() if name not in ("SEQKERN_SIMT", "TRITON_INTERPRET")
     }
     told = call(sys.executable, "-m", "seqkern", cwd=ROOT, env=environment | {"SEQKERN_BACKEND": backend})
-    for op in _library.FUNCTIONS:
+    for op in FUNCTIONS:
         assert re.search(rf"^      .*\b{op}(,|$)", told, re.MULTILINE), told
 
 

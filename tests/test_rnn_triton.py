@@ -24,7 +24,7 @@ from seqkern.testing import check_case, poison, rnn_case
 
 def check_cell(cell: int, batch: int, hidden: int, dtype: torch.dtype, strided: bool, device: str = "cpu") -> None:
     """One step by itself, against the reference."""
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn_cell")
     generator = torch.Generator().manual_seed(7)
 
     def tensor(columns: int) -> torch.Tensor:
@@ -128,7 +128,7 @@ CELLS = [
 
 def extremes(device: str = "cpu") -> None:
     """Far saturated and infinite gates: saturated results, and zero gradients but for those that a state passes on."""
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn_cell")
     for value in (1e4, -1e4, 1e30, float("inf"), -float("inf")):
         for cell in (LSTM, GRU, RNN_TANH):
             x = torch.full((2, GATES[cell] * 17), value, device=device)

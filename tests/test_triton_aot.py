@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 import torch
 
+from seqkern._slices import SLICES
+
 ROOT = Path(__file__).parent.parent
 # shared memory of one block, from the CUDA programming guide's table of compute capabilities
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -107,7 +109,6 @@ def check(module: str, arch: int, thorough: bool = False, tf32: bool = False) ->
 # Tiles are chosen for what this version makes of registers. On 3.6.0 two of the common configurations spill: folding of
 # decoding on sm_120, 128 bytes, and dQ at D 128 on sm_100, 56.
 (PINNED,) = re.findall(r"^triton==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-MODULES = ["attention", "layer_norm", "rnn"]
 
 
 @pytest.fixture
@@ -117,14 +118,14 @@ def compiled_ahead() -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", SLICES)
 def test_fits_registers_and_shared_memory(module: str, arch: int, compiled_ahead: Callable[..., None]) -> None:
     compiled_ahead(module, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", SLICES)
 def test_every_configuration_fits(module: str, arch: int) -> None:
     check(module, arch, thorough=True)
 

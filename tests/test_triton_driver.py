@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from seqkern._slices import SLICES
+
 ROOT = Path(__file__).parent.parent
 ARCHS = (80, 90, 100, 120)
 OLDEST, NEWEST = "3.6.0", "3.9.0"  # also in the Makefile
@@ -67,7 +69,7 @@ def test_calls(version: str, arch: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["attention", "norms", "rnn"])
+@pytest.mark.parametrize("part", SLICES)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", [OLDEST, metadata.version("triton"), NEWEST])
 def test_every_call(version: str, arch: int, part: str) -> None:

@@ -45,7 +45,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
 
 
 def cell(x: Tensor, zh: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn_cell")
     h_new, c_new, activated = kernels.rnn_cell_fwd(x, zh, h, c, 0)
     return [h_new, c_new, activated, kernels.rnn_cell_bwd(h_new, c_new, h, c, c_new, activated, 0)[0]]
 

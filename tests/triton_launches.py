@@ -1,6 +1,6 @@
 """The calls of the GPU-marked tests of Triton kernels, through the compile-only driver (triton_driver.py).
 
-    python tests/triton_launches.py ARCH quick|all [ATTENTION|NORMS|RNN ...]
+    python tests/triton_launches.py ARCH quick|all [SLICE ...]
 
 Forward and backward as on a GPU, without a look at the numbers: nothing was launched. Every call is made, what fails is
 told at the end. "quick" makes a few calls that together meet every kernel and option, each for one architecture in
@@ -31,7 +31,9 @@ from triton_driver import DEVICES, compile_only
 
 import seqkern
 from seqkern import testing
+from seqkern._slices import SLICES
 
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MASKED_DROPOUT = Case(lengths=((33, 70),) * 2, mask="additive", dropout_p=0.3, dtype=torch.float64)
 Call = tuple[str, Callable[[], Any]]
@@ -112,14 +114,19 @@ def rnn_calls(quick: bool) -> Iterator[Call]:
                 yield f"rnn {cell} of {hidden} {dtype}", partial(rnn_cases.call, case)
     for seed in [] if quick else [*rnn.RANDOM, *range(1100, 1180)]:
         yield f"rnn sample {seed}", partial(rnn_cases.call, rnn_cases.sample(seed), seed)
-    for cell in ["gru"] if quick else ["lstm", "gru", "rnn_tanh", "rnn_relu"]:
+    for cell in [] if quick else CELLS:
+        for dtype in DTYPES:
+            for shape in [(1, 1, 1, 64), (65, 33, 7, 129), (65, 8, 64, 256)]:
+                case = testing.rnn_case(cell, *shape)
+                yield f"{cell} {shape} {dtype}", partial(through_autograd, case, dtype)
+
+
+def cell_calls(quick: bool) -> Iterator[Call]:
+    for cell in ["gru"] if quick else CELLS:
         for dtype in [torch.float16] if quick else DTYPES:
             for shape in [(33, 7, 129)] if quick else [(1, 1, 64), (33, 7, 129), (8, 64, 256)]:
                 case = testing.rnn_cell_case(cell, *shape)
                 yield f"{cell}_cell {shape} {dtype}", partial(through_autograd, case, dtype)
-            for shape in [] if quick else [(1, 1, 1, 64), (65, 33, 7, 129), (65, 8, 64, 256)]:
-                case = testing.rnn_case(cell, *shape)
-                yield f"{cell} {shape} {dtype}", partial(through_autograd, case, dtype)
 
 
 def seconds() -> float:
@@ -127,7 +134,8 @@ def seconds() -> float:
     return sum(os.times()[:4])
 
 
-PARTS = {"attention": attention_calls, "norms": norm_calls, "rnn": rnn_calls}
+PARTS = {"attention": attention_calls, "layer_norm": norm_calls, "rnn": rnn_calls, "rnn_cell": cell_calls}
+assert PARTS.keys() == SLICES.keys()
 
 
 def main(arch: int, quick: bool, parts: list[str]) -> None:

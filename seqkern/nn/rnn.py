@@ -12,17 +12,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from seqkern._recording import check_not_nested, exports_onnx, is_proxy, record_module
 from seqkern.ops._rnn_checks import NO_NESTED, check_pair, check_probability, check_state, check_zoneout
-from seqkern.ops.rnn import (
-    CELLS,
-    gru,
-    gru_cell,
-    lstm,
-    lstm_cell,
-    rnn_relu,
-    rnn_relu_cell,
-    rnn_tanh,
-    rnn_tanh_cell,
-)
+from seqkern.ops.rnn import CELLS, gru, lstm, rnn_relu, rnn_tanh
+from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"LSTM": lstm, "GRU": gru, "RNN_TANH": rnn_tanh, "RNN_RELU": rnn_relu}
 

@@ -27,7 +27,7 @@ from seqkern.ops._autograd import (
     transforms_active,
     wants_gradient,
 )
-from seqkern.ops._rnn_checks import GATES, GRU, LSTM
+from seqkern.ops._rnn_checks import GATES, LSTM, kept_gates
 
 _STATES, _CONSTANTS, _NUMBERS, _LISTS = 3, 4, 4, 7
 _TENSORS = _STATES + _CONSTANTS
@@ -68,14 +68,6 @@ def _kernel_alone(input: Tensor, h0: Tensor, c0: Tensor | None, lists: Sequence[
     if transforms_active() or torch.compiler.is_compiling():
         return False
     return not torch.is_grad_enabled() or not wants_gradient(input, h0, c0, *(t for each in lists for t in each))
-
-
-def run_cell(backend: str, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
-    """h and c after a step (c: of an LSTM)."""
-    if backend == "reference":
-        return _step(x_gates, h_gates, h, c, cell=cell)
-    wanted = wants_gradient(x_gates, h_gates, h, c)
-    return apply(_RnnCell, _RnnCellEager, wanted, x_gates, h_gates, h, c, cell)[:2]
 
 
 def _split(flat: Sequence[Tensor | None], directions: int) -> list[list[Tensor]]:
@@ -243,124 +235,7 @@ class _RnnBackward(torch.autograd.Function):
 _RnnEager, _RnnBackwardEager = eager(_Rnn), eager(_RnnBackward)
 
 
-# ---- autograd: a cell ---------------------------------------------------------------------------------------------
-
-
-def _step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, *, cell: int) -> tuple[Tensor, Tensor]:
-    """The reference in the dtype of its arguments: h and c after the step, c of shape (0) where there is none."""
-    wide = torch.promote_types(h.dtype, torch.float32)
-    wide_c = None if c is None else c.to(wide)
-    h_new, *c_new = reference.rnn_step(x_gates.to(wide), h_gates.to(wide), h.to(wide), wide_c, cell)
-    return h_new.to(h.dtype), c_new[0].to(h.dtype) if c_new else h.new_empty(0)
-
-
-class _RnnCell(torch.autograd.Function):
-    """x_gates, h_gates, h, c, cell -> h_new, c_new, activated gates. Backward is a Function again."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
-        return kernel("rnn_cell_fwd", h)(x_gates, h_gates, h, c, cell)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.cell = inputs
-        _, c_new, activated = output
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, c_new, activated)
-        if forward_ad._current_level >= 0:  # then under vmap marks are of no effect, and every output has a tangent
-            ctx.save_for_forward(*tensors, c_new, activated)
-        elif ctx.cell == LSTM:
-            ctx.mark_non_differentiable(activated)
-        else:
-            ctx.mark_non_differentiable(c_new, activated)
-
-    @staticmethod
-    def backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any) -> Any:
-        tensors = ctx.saved_tensors
-        h = tensors[2]
-        if grad_h is None:
-            grad_h = torch.zeros_like(h)
-        grad_x, grad_hg, grad_h_prev, grad_c_prev = apply(
-            _RnnCellBackward, _RnnCellBackwardEager, torch.is_grad_enabled(), grad_h, grad_c, *tensors, ctx.cell
-        )
-        if ctx.cell == LSTM:
-            return grad_x, grad_x, None, grad_c_prev, None
-        return (grad_x, grad_hg, grad_h_prev, None, None) if ctx.cell == GRU else (grad_x, grad_x, None, None, None)
-
-    @staticmethod
-    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        *tensors, _, activated = ctx.saved_tensors
-        h, c = tangents(lambda *t: _step(*t, cell=ctx.cell), tensors, directions[:4])
-        return h, c, torch.zeros_like(activated)
-
-    @staticmethod
-    def plain(*args: Any) -> Any:
-        *tensors, cell = args
-        return *_step(*tensors, cell=cell), None
-
-
-class _RnnCellBackward(torch.autograd.Function):
-    """Gradients of h_new and c_new, x_gates, h_gates, h, c, c_new, activated, cell -> those of the four.
-
-    Those of h_gates (where they are those of x_gates) and of h and c (where there are none) are of shape (0).
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        grad_h: Tensor, grad_c: Tensor | None, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None,
-        c_new: Tensor, activated: Tensor, cell: int,
-    ) -> Any:  # fmt: skip
-        c_new_or_none = c_new if cell == LSTM else None
-        return kernel("rnn_cell_bwd", h)(grad_h, grad_c, h, c, c_new_or_none, activated, cell)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.cell = inputs[-1]
-        ctx.save_for_backward(*inputs[:6])
-        if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*inputs[:6])
-
-    @staticmethod
-    def formula(cell: int) -> Callable[..., Any]:
-        def grads(grad_h: Tensor, grad_c: Tensor | None, *inputs: Any) -> Any:
-            def some(*inputs: Any) -> Any:
-                h_new, c_new = _step(*inputs, cell=cell)
-                return h_new if grad_c is None else (h_new, c_new)
-
-            found = gradients(some, inputs, grad_h if grad_c is None else (grad_h, grad_c))
-            empty = grad_h.new_empty(0)
-            if cell == GRU:
-                return *found[:3], empty
-            return found[0], empty, empty, found[3] if cell == LSTM else empty
-
-        return grads
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return *gradients(_RnnCellBackward.formula(ctx.cell), ctx.saved_tensors, cotangents), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        return tangents(_RnnCellBackward.formula(ctx.cell), ctx.saved_tensors, directions[:6])
-
-    @staticmethod
-    def plain(*args: Any) -> Any:
-        return _RnnCellBackward.formula(args[-1])(*args[:6])
-
-
-_RnnCellEager, _RnnCellBackwardEager = eager(_RnnCell), eager(_RnnCellBackward)
-
-
 # ---- fake kernels -------------------------------------------------------------------------------------------------
-
-
-def _kept_gates(cell: int) -> int:
-    """What of a step's gates is kept, in units of H: a GRU's U_n h beside its three."""
-    return 4 if cell in (LSTM, GRU) else 1
 
 
 @torch.library.register_fake("seqkern::rnn_fwd")
@@ -375,7 +250,7 @@ def _(input: Tensor, h0: Tensor, c0: Tensor | None, *rest: Any) -> Any:
         input.new_empty(h0.shape),
         input.new_empty((directions, batch, hidden) if cell == LSTM else 0),
         input.new_empty((*rows, hidden), dtype=acc) if keep and cell == LSTM else nothing,
-        input.new_empty((*rows, _kept_gates(cell) * hidden), dtype=acc) if keep else nothing.clone(),
+        input.new_empty((*rows, kept_gates(cell) * hidden), dtype=acc) if keep else nothing.clone(),
         input.new_empty((*rows, gates), dtype=acc) if keep and norm else nothing.clone(),
     )
 
@@ -406,62 +281,21 @@ def _(
     )
 
 
-@torch.library.register_fake("seqkern::rnn_cell_fwd")
-def _(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
-    batch, hidden = h.shape
-    acc = torch.promote_types(h.dtype, torch.float32)
-    return (
-        h.new_empty(h.shape),
-        h.new_empty(h.shape if cell == LSTM else 0),
-        h.new_empty((batch, _kept_gates(cell) * hidden), dtype=acc),
-    )
-
-
-@torch.library.register_fake("seqkern::rnn_cell_bwd")
-def _(
-    grad_h: Tensor,
-    grad_c: Tensor | None,
-    h: Tensor,
-    c: Tensor | None,
-    c_new: Tensor | None,
-    activated: Tensor,
-    cell: int,
-) -> Any:
-    batch, hidden = h.shape
-    gates = (batch, GATES[cell] * hidden)
-    return (
-        h.new_empty(gates),
-        h.new_empty(gates if cell == GRU else 0),
-        h.new_empty(h.shape if cell == GRU else 0),
-        h.new_empty(h.shape if cell == LSTM else 0),
-    )
-
-
 # ---- batching rules -----------------------------------------------------------------------------------------------
 
 
 @torch.library.register_vmap("seqkern::rnn_fwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _fold(torch.ops.seqkern.rnn_fwd, info.batch_size, in_dims, args, 3)
+    return fold(torch.ops.seqkern.rnn_fwd, info.batch_size, in_dims, args, 3)
 
 
 @torch.library.register_vmap("seqkern::rnn_bwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
     need_weights = args[-1]  # a sample's own: their sum alone comes out of a batch
-    return _fold(torch.ops.seqkern.rnn_bwd, info.batch_size, in_dims, args, 7, need_weights)
+    return fold(torch.ops.seqkern.rnn_bwd, info.batch_size, in_dims, args, 7, need_weights)
 
 
-@torch.library.register_vmap("seqkern::rnn_cell_fwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _fold(torch.ops.seqkern.rnn_cell_fwd, info.batch_size, in_dims, args)
-
-
-@torch.library.register_vmap("seqkern::rnn_cell_bwd")
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _fold(torch.ops.seqkern.rnn_cell_bwd, info.batch_size, in_dims, args)
-
-
-def _fold(op: Any, samples: int, in_dims: Any, args: Any, first_list: int | None = None, apart: bool = False) -> Any:
+def fold(op: Any, samples: int, in_dims: Any, args: Any, first_list: int | None = None, apart: bool = False) -> Any:
     """The samples become part of the batch: dimension 1 of (T, B, ..) and (D, B, ..), 2 of (D, T, B, ..), else 0.
 
     Not where the weights differ or have gradients of their own, nor with zoneout, which counts the rows of the batch;
@@ -475,7 +309,7 @@ def _fold(op: Any, samples: int, in_dims: Any, args: Any, first_list: int | None
         return per_sample(op, samples, in_dims, args)
     lengths, resets = (None, None) if first_list is None else (first_list + _LISTS, first_list + _LISTS + 1)
 
-    def fold(n: int, t: Any) -> Any:
+    def of_samples(n: int, t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
         t = t.expand(samples, *t.shape) if in_dims[n] is None else t.movedim(in_dims[n], 0)
@@ -484,7 +318,7 @@ def _fold(op: Any, samples: int, in_dims: Any, args: Any, first_list: int | None
         batch = 0 if first_list is None or n == lengths else 1 if n == resets else t.dim() - 3
         return t.movedim(0, batch).flatten(batch, batch + 1)
 
-    outputs = op(*(fold(n, argument) for n, argument in enumerate(args)))
+    outputs = op(*(of_samples(n, argument) for n, argument in enumerate(args)))
     # What is not wanted comes back empty, with one dimension.
     out_dims = tuple(None if t.dim() == 1 else t.dim() - 2 for t in outputs)
     unfolded = tuple(t if d is None else t.unflatten(d, (samples, -1)) for t, d in zip(outputs, out_dims, strict=True))

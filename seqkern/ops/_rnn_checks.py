@@ -65,6 +65,11 @@ class Sizes:
 # ---- tensors ------------------------------------------------------------------------------------------------------
 
 
+def kept_gates(cell: int) -> int:
+    """What of a step's gates is kept, in units of H: a GRU's U_n h beside its three."""
+    return 4 if cell in (LSTM, GRU) else 1
+
+
 def check_tensor(op: str, name: str, t: Any, dim: int) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from seqkern._library import backend_for
 from seqkern._recording import is_proxy, record
-from seqkern.ops._autograd import Cost, transforms_active
-from seqkern.ops._rnn_autograd import run, run_cell
+from seqkern.ops._autograd import Cost
+from seqkern.ops._rnn_autograd import run
 from seqkern.ops._rnn_checks import (
     CELLS,
     GATES,
@@ -21,12 +21,9 @@ from seqkern.ops._rnn_checks import (
     Sizes,
     autocast,
     check_layers,
-    check_like,
     check_norms,
-    check_pair,
     check_peepholes,
     check_probability,
-    check_state,
     check_tensor,
     check_weights,
     check_zoneout,
@@ -418,176 +415,6 @@ def _mask(p: float, seed: Tensor | None, layer: int, h0: Tensor) -> Tensor | Non
 def _dropout(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
     """Between the layers: torch's, or decided by the seed."""
     return F.dropout(x, p) if seed is None else dropout(x.flatten(0, 1), seed, p).view_as(x)
-
-
-# ---- cells --------------------------------------------------------------------------------------------------------
-
-
-def lstm_cell(
-    input: Tensor,
-    hx: tuple[Tensor, Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One step of a long short-term memory, as `torch.nn.LSTMCell` takes it: two products, then one fused kernel.
-
-    Args:
-        input: (B, I); float64, float32, bfloat16 or float16.
-        hx: h and c before the step, each (B, H), in the input's dtype.
-        w_ih: (4H, I), gates in the order i, f, g, o.
-        w_hh: (4H, H).
-        b_ih, b_hh: (4H,) or None.
-
-    Returns:
-        h and c after the step, (B, H). Under autocast the products are cast, as torch's are.
-
-    Raises:
-        TypeError: an argument that is not a tensor, or dtypes that are not floating point or differ.
-        ValueError: shapes that do not fit each other, or tensors on different devices.
-        NotImplementedError: the backend in force does not run on the input's device.
-
-    Source: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997; the forget gate: Gers et al. 2000.
-
-    Example:
-        >>> import torch, seqkern
-        >>> cell = torch.nn.LSTMCell(5, 8)
-        >>> h, c = seqkern.lstm_cell(torch.randn(3, 5), (torch.zeros(3, 8), torch.zeros(3, 8)), *cell.parameters())
-        >>> h.shape
-        torch.Size([3, 8])
-    """
-    if is_proxy(input):
-        return record(lstm_cell, locals())
-    return _cell("lstm", input, hx, w_ih, w_hh, b_ih, b_hh)
-
-
-def gru_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """One step of a gated recurrent unit, as `torch.nn.GRUCell` takes it: two products, then one fused kernel.
-
-    The reset gate stands after the recurrent product, as in torch: see `gru`.
-
-    Args:
-        input: (B, I); float64, float32, bfloat16 or float16.
-        hx: h before the step, (B, H), in the input's dtype.
-        w_ih: (3H, I), gates in the order r, z, n.
-        w_hh: (3H, H).
-        b_ih, b_hh: (3H,) or None.
-
-    Returns:
-        h after the step, (B, H). Under autocast the products are cast, as torch's are.
-
-    Raises:
-        As `lstm_cell`.
-
-    Source: Cho et al. 2014.
-
-    Example:
-        >>> import torch, seqkern
-        >>> cell = torch.nn.GRUCell(5, 8)
-        >>> seqkern.gru_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
-        torch.Size([3, 8])
-    """
-    if is_proxy(input):
-        return record(gru_cell, locals())
-    return _cell("gru", input, hx, w_ih, w_hh, b_ih, b_hh)
-
-
-def rnn_tanh_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """One step of a simple recurrent network, tanh(W x + b + U h + b'), as `torch.nn.RNNCell` takes it.
-
-    Args:
-        input: (B, I); float64, float32, bfloat16 or float16.
-        hx: h before the step, (B, H), in the input's dtype.
-        w_ih: (H, I). w_hh: (H, H). b_ih, b_hh: (H,) or None.
-
-    Returns:
-        h after the step, (B, H). Under autocast in its dtype, as torch's.
-
-    Raises:
-        As `lstm_cell`.
-
-    Example:
-        >>> import torch, seqkern
-        >>> cell = torch.nn.RNNCell(5, 8)
-        >>> seqkern.rnn_tanh_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).shape
-        torch.Size([3, 8])
-    """
-    if is_proxy(input):
-        return record(rnn_tanh_cell, locals())
-    return _cell("rnn_tanh", input, hx, w_ih, w_hh, b_ih, b_hh)
-
-
-def rnn_relu_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """`rnn_tanh_cell` with max(0, .) in the place of tanh, as `torch.nn.RNNCell(nonlinearity="relu")` takes it.
-
-    Args:
-        As `rnn_tanh_cell`.
-
-    Returns:
-        As `rnn_tanh_cell`.
-
-    Raises:
-        As `lstm_cell`.
-
-    Example:
-        >>> import torch, seqkern
-        >>> cell = torch.nn.RNNCell(5, 8)
-        >>> seqkern.rnn_relu_cell(torch.randn(3, 5), torch.zeros(3, 8), *cell.parameters()).min().item() >= 0
-        True
-    """
-    if is_proxy(input):
-        return record(rnn_relu_cell, locals())
-    return _cell("rnn_relu", input, hx, w_ih, w_hh, b_ih, b_hh)
-
-
-def _cell(
-    name: str, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
-) -> Any:
-    op, cell = f"{name}_cell", CELLS[name]
-    check_tensor(op, "input", input, 2)
-    h, c = check_pair(op, hx) if cell == LSTM else (check_state(op, hx), None)
-    check_tensor(op, "w_hh", w_hh, 2)
-    batch, inputs, hidden = input.shape[0], input.shape[1], w_hh.shape[1]
-    gates = GATES[cell] * hidden
-    check_like(op, "hx" if c is None else "hx[0]", h, input, (batch, hidden))
-    if c is not None:
-        check_like(op, "hx[1]", c, input, (batch, hidden))
-    check_like(op, "w_ih", w_ih, input, (gates, inputs))
-    check_like(op, "w_hh", w_hh, input, (gates, hidden))
-    for bias_name, bias in (("b_ih", b_ih), ("b_hh", b_hh)):
-        if bias is not None:
-            check_like(op, bias_name, bias, input, (gates,))
-    transforms_active()  # refuses before the compiler looks at a tensor
-    if c is h:  # the compiler wants them apart
-        c = h.clone()
-    x_gates, h_gates = F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh)
-    # Under autocast the products are narrower than a state that is added to them.
-    wide = torch.promote_types(x_gates.dtype, h.dtype) if cell in (LSTM, GRU) else x_gates.dtype
-    c = None if c is None else c.to(wide)
-    h_new, c_new = run_cell(backend_for(op, input), x_gates.to(wide), h_gates.to(wide), h.to(wide), c, cell)
-    return (h_new, c_new) if cell == LSTM else h_new
 
 
 def cost(

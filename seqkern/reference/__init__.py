@@ -7,7 +7,7 @@ from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep_mask
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
 from seqkern.reference.rnn import rnn, rnn_step
-from seqkern.reference.rnn_cells import gru_cell, gru_step, lstm_cell
+from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
 
 __all__ = [
     "add_layer_norm",

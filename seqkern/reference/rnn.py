@@ -1,4 +1,4 @@
-"""A layer of a recurrent network over a sequence, in one or two directions, with every option. Cells: rnn_cells.py."""
+"""A layer of a recurrent network over a sequence, in one or two directions, with every option. Cells: rnn_cell.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqkern.reference.dropout import keep_mask
 from seqkern.reference.layer_norm import layer_norm
-from seqkern.reference.rnn_cells import gru_step, lstm_cell
+from seqkern.reference.rnn_cell import gru_step, lstm_cell
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 

@@ -31,7 +31,8 @@ from seqkern import _library
 from seqkern.testing._checks import Case, ErrorReport, check_case, compare, poison, run
 from seqkern.testing.attention import attention_case, attention_decode_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
-from seqkern.testing.rnn import ALL_OPTIONS, rnn_case, rnn_cell_case
+from seqkern.testing.rnn import ALL_OPTIONS, rnn_case
+from seqkern.testing.rnn_cell import rnn_cell_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "attention_case", "attention_decode_case", "check_case",

@@ -19,7 +19,8 @@ import torch
 from seqkern.testing._checks import Case, ErrorReport, check_case
 from seqkern.testing.attention import attention_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
-from seqkern.testing.rnn import rnn_case, rnn_cell_case
+from seqkern.testing.rnn import rnn_case
+from seqkern.testing.rnn_cell import rnn_cell_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Of two independent roundings one is now and then more than twice the other: 0.5 % of 2,000 cases break the bound so.

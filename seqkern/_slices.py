@@ -1,0 +1,59 @@
+"""The slices of the library: one record for each op, and every table that is made from them.
+
+What registers, loads, explains, verifies, tests and compiles ops goes through these records; a new op adds one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An op: its name is that of its files (CONTRIBUTING.md: one op is one slice)."""
+
+    name: str
+    ops: tuple[str, ...]  # in the dispatcher, `seqkern::...`: each with kernels for CPU and in Triton
+    functions: tuple[str, ...]  # public functions that these kernels serve
+    # In `seqkern_cuda`: what is written in CUDA C++ too. An op of the same name in `ops` is replaced by it as a whole.
+    cuda_ops: tuple[str, ...] = ()
+    own_bf16: bool = False  # CPU kernels of its own in the tiers for bfloat16
+
+    @property
+    def cuda_needs_triton(self) -> bool:
+        """Whether the kernels in CUDA C++ are a part of the op, and Triton's stand around it."""
+        return bool(self.cuda_ops) and not set(self.ops) <= set(self.cuda_ops)
+
+
+ALL = (
+    Slice(
+        name="attention",
+        ops=("attention_fwd", "attention_bwd"),
+        functions=("scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode"),
+        cuda_ops=("attention_fwd", "attention_bwd", "attention_plan", "attention_decode"),
+        own_bf16=True,
+    ),
+    Slice(
+        name="layer_norm",
+        ops=("layer_norm_fwd", "layer_norm_bwd"),
+        functions=("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
+        cuda_ops=("layer_norm_fwd", "layer_norm_bwd"),
+    ),
+    Slice(
+        name="rnn",
+        ops=("rnn_fwd", "rnn_bwd"),
+        functions=("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        cuda_ops=("rnn_scan_fwd", "rnn_scan_bwd", "rnn_scan_plan"),
+        own_bf16=True,
+    ),
+    Slice(
+        name="rnn_cell",
+        ops=("rnn_cell_fwd", "rnn_cell_bwd"),
+        functions=("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    ),
+)
+# By name: slices, and the slice of a dispatcher op, of an op in CUDA C++ and of a public function.
+SLICES = {slice.name: slice for slice in ALL}
+OPS = {op: slice for slice in ALL for op in slice.ops}
+CUDA_OPS = {op: slice for slice in ALL for op in slice.cuda_ops}
+FUNCTIONS = {function: slice for slice in ALL for function in slice.functions}
