@@ -72,7 +72,9 @@ How to read it:
   T steps; rows x columns of a norm.
 - Of a case that two files of one machine hold, the page shows the later run.
 
-The machines are shared and noisy. Measure your own with `python -m benchmarks`.
+The machines are shared and noisy. Large float32 norms wait for memory, torch's also for fresh pages: their ratios
+change most from run to run. The time of small norms is mostly autograd's, torch's and seqkern's. Measure your own
+machine with `python -m benchmarks`.
 """
 NO_GPU = "**No result of a GPU is stored: speed there is not measured.**\n"
 
