@@ -1,6 +1,6 @@
 """The first half hour on a GPU, in three stages of at most 9 minutes: `python -m benchmarks.gpu --stage 1`.
 
-1: build, then every op, dtype and backend against float64. 2: the tests marked gpu. 3: benchmarks for README's table.
+1: build, then every op, dtype and backend against float64. 2: the tests marked gpu. 3: benchmarks for RESULTS.md.
 Each stage stands alone and tells the most first. GPU.md beside this is the page for whoever runs them.
 """
 

@@ -1,4 +1,7 @@
-"""Tables and plots from the JSON that pytest-benchmark stores: `python -m benchmarks.report FILE.json`."""
+"""Tables and plots from the JSON that pytest-benchmark stores: `python -m benchmarks.report FILE.json`.
+
+`python -m benchmarks.report --results` writes RESULTS.md, README's table and the picture from all stored files.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def table(cases: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]
     head = [*LABELS, "seqkern ms", *step_columns, *versus, "GFLOP/s", "GB/s", "of roofline"]
     rows = [
         [
-            _named(case),
+            named(case),
             *(case[key] for key in ("shape", "dtype", "mode")),
             f"{case['milliseconds']:.3f}",
             *([_step(case)] if stepwise else []),
@@ -82,7 +85,7 @@ def plain(machine: dict[str, str], title: str, head: list[str], rows: list[list[
     return "\n".join([*(f"{label}  {value}" for label, value in machine.items()), title, *lines, CAPTION])
 
 
-def _named(case: dict[str, Any]) -> str:
+def named(case: dict[str, Any]) -> str:
     """The op, and the backend where a run forced one."""
     backend = case.get("backend", "auto")
     return case["op"] if backend == "auto" else f"{case['op']} {backend}"
@@ -105,7 +108,7 @@ def plot(machine: dict[str, str], cases: list[dict[str, Any]], path: Path) -> No
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    labels = [f"{_named(c)} {c['shape']} {c['dtype']} {c['mode']}" for c in cases]
+    labels = [f"{named(c)} {c['shape']} {c['dtype']} {c['mode']}" for c in cases]
     peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.3 * len(cases)), layout="constrained")
     for offset, name in enumerate(peers):
@@ -128,10 +131,19 @@ def plot(machine: dict[str, str], cases: list[dict[str, Any]], path: Path) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="a JSON file written by `python -m benchmarks`")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", help="a JSON file written by `python -m benchmarks`")
+    parser.add_argument("--results", action="store_true", help="write the pages from all files in benchmarks/results")
     parser.add_argument("--plot", type=Path, help="also draw the speedups into this file (.png, .svg, .pdf)")
     arguments = parser.parse_args()
+    if arguments.results == (arguments.file is not None):
+        parser.error("give either a file or --results")
+    if arguments.results:
+        from benchmarks import pages
+
+        for path in pages.write():
+            print(path)
+        return
     machine, cases = load(arguments.file)
     show(machine, cases)
     if arguments.plot:

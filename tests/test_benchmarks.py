@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, pages
 from seqkern.ops._autograd import Cost
 from seqkern.testing import compare
 
@@ -105,3 +105,74 @@ def test_bandwidth_counts_a_copy_twice(monkeypatch):
     monkeypatch.setattr(harness, "seconds", lambda call, device: call() is None or 1e-3)
     assert harness.bandwidth("cpu", reads=False) == pytest.approx(8e6)
     assert harness.bandwidth("cpu", reads=True) == pytest.approx(4e6)
+
+
+# ---- the pages ----------------------------------------------------------------------------------------------------
+
+
+def timed(ratios: tuple[float, float, float], shape: str = "8 x 64", **others: Any) -> dict[str, Any]:
+    """A stored case: quartile, median, quartile of the ratio to a peer, beside one that is twice as slow."""
+    low, middle, high = ratios
+    peers = {
+        name: {"milliseconds": f * middle, "speedup": f * middle, "speedup_low": f * low, "speedup_high": f * high}
+        for name, f in (("torch.compile", 2), ("torch", 1))
+    }
+    return {
+        "op": "layer_norm", "shape": shape, "dtype": "float32", "mode": "forward", "device": "cpu", "threads": 2,
+        "milliseconds": 1.0, "peers": peers, "share_of_roofline": 0.5, **others,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ratios", "outcome", "shown"),
+    [
+        ((1.01, 1.2, 1.3), "faster", "1.20"),
+        ((0.9, 1.2, 1.3), "even", "1.20"),
+        ((0.7, 0.8, 1.1), "even", "0.80"),
+        ((0.7, 0.8, 0.9), "slower", "**0.80**"),
+    ],
+)
+def test_a_case_is_won_or_lost_against_its_strongest_peer_and_beyond_its_spread(ratios, outcome, shown):
+    case = timed(ratios)
+    assert pages.outcome(case) == outcome
+    assert pages.row(case)[3:7] == ["1.00", "torch", pages.digits(ratios[1]), shown]
+
+
+def test_of_a_case_in_two_files_the_later_run_counts_and_places_are_apart():
+    def run(file: str, date: str, *cases: dict[str, Any]) -> pages.Run:
+        return pages.Run("machine", file, date, {}, list(cases))
+
+    old, new, other = timed((1, 1, 1)), timed((2, 2, 2)), timed((3, 3, 3), "64 x 768")
+    alone, gpu = timed((4, 4, 4), threads=1), timed((5, 5, 5), device="cuda", backend="triton")
+    found = pages.latest([run("a", "2026-02", new, alone), run("b", "2026-01", other, old, gpu)])
+    assert list(found.values()) == [new, alone, other, gpu]
+    assert [key[0] for key in found] == ["layer_norm"] * 3 + ["layer_norm triton"]
+    assert [key[-1] for key in found] == ["2 threads", "1 thread", "2 threads", "GPU"]
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [(0.0049309, "0.00493"), (0.61499, "0.615"), (1.1067, "1.11"), (12.34, "12.3"), (249.56, "250"), (1234.5, "1234")],
+)
+def test_times_have_three_digits(x, text):
+    assert pages.digits(x) == text
+
+
+def test_the_picture_draws_every_range():
+    found = {"LSTM": {"float32": [0.5, 0.8, 1.0, 2.0, 4.0]}, "decode": {"bfloat16": [2.0, 3.0, 5.0, 6.0, 9.0]}}
+    (axes,) = pages.picture(found).axes
+    drawn = [list(line.get_xdata()) for line in axes.get_lines()]
+    for numbers in (found["LSTM"]["float32"], found["decode"]["bfloat16"]):
+        low, first, median, third, high = numbers
+        assert all(part in drawn for part in ([low, high], [first, third], [median]))
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["LSTM", "decode"]
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"float32", "bfloat16"}
+
+
+def test_the_table_goes_between_readmes_markers():
+    start, end = pages.MARKERS
+    changed = pages.with_table(f"before\n{start}old\n{end}after\n", "| new |\n")
+    assert changed == f"before\n{start}\n| new |\n\n{end}after\n"
+    assert pages.with_table(changed, "| new |\n") == changed
+    with pytest.raises(ValueError, match="found 0 pairs"):
+        pages.with_table("no markers", "| new |\n")

@@ -2,8 +2,8 @@
 
 Every version gets an environment of its own under build/versions (several GB each: torch brings CUDA's libraries), in
 which this tree's extension is loaded as it is: its ABI is stable. What the tests said goes to
-build/versions/VERSION.xml, and the table, for README, to build/versions/table.md and to the screen. Arguments behind --
-go to pytest (`-- -k compile`).
+build/versions/VERSION.xml, and the table, for docs/numerics.md, to build/versions/table.md and to the screen. Arguments
+behind -- go to pytest (`-- -k compile`).
 """
 
 from __future__ import annotations
