@@ -3,7 +3,7 @@
     python tests/output_hashes.py before.json              # every case x dtype x tier x 1 and 2 threads
     python tests/output_hashes.py after.json before.json   # and what differs; exit status 1 where anything does
 
-The cases: those of `seqkern.testing`, the options on which attention's error rule is tested, and 400 random option sets.
+The cases: those of `seqkern.testing`, the options of the tests of attention's error rule, and 400 random option sets.
 Hashes hold on one kind of processor and one compiler alone.
 """
 
