@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.types import Device
 
+from seqkern._keywords import explicit, refuse
 from seqkern._recording import is_proxy, record_module
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -25,6 +26,7 @@ class LayerNorm(torch.nn.LayerNorm):
         torch.Size([2, 8])
     """
 
+    @explicit
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -33,7 +35,10 @@ class LayerNorm(torch.nn.LayerNorm):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        **unexpected: NoReturn,
     ) -> None:
+        if unexpected:
+            refuse(LayerNorm.__init__, unexpected, "LayerNorm")
         super().__init__(_sizes(normalized_shape), eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -54,6 +59,7 @@ class RMSNorm(torch.nn.RMSNorm):
         torch.Size([2, 8])
     """
 
+    @explicit
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -61,7 +67,10 @@ class RMSNorm(torch.nn.RMSNorm):
         elementwise_affine: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        **unexpected: NoReturn,
     ) -> None:
+        if unexpected:
+            refuse(RMSNorm.__init__, unexpected, "RMSNorm")
         super().__init__(_sizes(normalized_shape), eps, elementwise_affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,6 +97,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
         >>> y, x = norm(torch.randn(2, 8), x)
     """
 
+    @explicit
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -98,7 +108,10 @@ class AddLayerNorm(torch.nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         dropout: float = 0.0,
+        **unexpected: NoReturn,
     ) -> None:
+        if unexpected:
+            refuse(AddLayerNorm.__init__, unexpected, "AddLayerNorm")
         super().__init__(_sizes(normalized_shape), eps, elementwise_affine, bias, device, dtype)
         self.dropout = _probability("AddLayerNorm", dropout)
 
@@ -131,6 +144,7 @@ class AddRMSNorm(torch.nn.RMSNorm):
         >>> y, x = norm(torch.randn(2, 8), x)
     """
 
+    @explicit
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -140,7 +154,10 @@ class AddRMSNorm(torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         dropout: float = 0.0,
+        **unexpected: NoReturn,
     ) -> None:
+        if unexpected:
+            refuse(AddRMSNorm.__init__, unexpected, "AddRMSNorm")
         super().__init__(_sizes(normalized_shape), eps, elementwise_affine, device, dtype)
         self.dropout = _probability("AddRMSNorm", dropout)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import _library, reference
+from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import is_proxy, of_jagged, record
 from seqkern.ops import _direct
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
 _is_compiling = torch.compiler.is_compiling
 
 
+@explicit
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """Layer normalisation over the trailing dimensions: exactly `torch.nn.functional.layer_norm`'s meaning.
 
@@ -76,20 +79,24 @@ def layer_norm(
         transforms_active()  # refuses before the compiler looks at a tensor
     elif _library._backend in ("auto", "cpu"):
         output = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
-        if output is not None:
+        if output is not None and not unexpected:
             return output
     if is_proxy(input):
         return record(layer_norm, locals())
+    if unexpected:
+        refuse(layer_norm, unexpected)
     if _is_number(normalized_shape):
         return layer_norm(input, (normalized_shape,), weight, bias, eps)
     return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
 
 
+@explicit
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """Root mean square normalisation: exactly `torch.nn.functional.rms_norm`'s meaning.
 
@@ -120,6 +127,8 @@ def rms_norm(
         transforms_active()  # refuses before the compiler looks at a tensor
     if is_proxy(input):
         return record(rms_norm, locals())
+    if unexpected:
+        refuse(rms_norm, unexpected)
     if eps is None:
         eps = _default_eps(input)
     if not _is_compiling() and _library._backend in ("auto", "cpu"):
@@ -131,6 +140,7 @@ def rms_norm(
     return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
 
 
+@explicit
 def add_layer_norm(
     input: Tensor,
     residual: Tensor | None,
@@ -142,6 +152,7 @@ def add_layer_norm(
     training: bool = True,
     *,
     seed: Tensor | int | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and layer norm in one pass: new_residual = dropout(input) + residual, then its layer norm.
 
@@ -174,10 +185,13 @@ def add_layer_norm(
     """
     if is_proxy(input):
         return record(add_layer_norm, locals())
+    if unexpected:
+        refuse(add_layer_norm, unexpected)
     dropped = dropout_p if training else 0.0
     return _add_norm("add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropped, seed, True)
 
 
+@explicit
 def add_rms_norm(
     input: Tensor,
     residual: Tensor | None,
@@ -188,6 +202,7 @@ def add_rms_norm(
     training: bool = True,
     *,
     seed: Tensor | int | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and RMS norm in one pass: `add_layer_norm` with the norm of `rms_norm`.
 
@@ -214,6 +229,8 @@ def add_rms_norm(
     """
     if is_proxy(input):
         return record(add_rms_norm, locals())
+    if unexpected:
+        refuse(add_rms_norm, unexpected)
     dropped = dropout_p if training else 0.0
     return _add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False)
 

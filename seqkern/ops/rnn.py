@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._recording import is_proxy, record
 from seqkern.ops._autograd import Cost, transforms_active
@@ -41,6 +42,39 @@ from seqkern.reference.dropout import derived_seed, dropout
 RECURRENT_DROPOUT, ZONEOUT, DROPOUT = range(3)  # what a layer's seeds decide
 
 
+@overload
+def lstm(
+    input: Tensor, hx: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], *,
+    lengths: Tensor | Sequence[int] | None = None, num_layers: int = 1, bidirectional: bool = False,
+    batch_first: bool = False, dropout: float = 0.0, training: bool = False, norms: Sequence[Tensor] | None = None,
+    peepholes: Sequence[Tensor] | None = None, recurrent_dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0, resets: Tensor | None = None, recompute: bool = False,
+    seed: int | Tensor | None = None,
+    return_all_c: Literal[False] = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...  # fmt: skip
+@overload
+def lstm(
+    input: Tensor, hx: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], *,
+    lengths: Tensor | Sequence[int] | None = None, num_layers: int = 1, bidirectional: bool = False,
+    batch_first: bool = False, dropout: float = 0.0, training: bool = False, norms: Sequence[Tensor] | None = None,
+    peepholes: Sequence[Tensor] | None = None, recurrent_dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0, resets: Tensor | None = None, recompute: bool = False,
+    seed: int | Tensor | None = None,
+    return_all_c: Literal[True],
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]: ...  # fmt: skip
+@overload
+def lstm(
+    input: Tensor, hx: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], *,
+    lengths: Tensor | Sequence[int] | None = None, num_layers: int = 1, bidirectional: bool = False,
+    batch_first: bool = False, dropout: float = 0.0, training: bool = False, norms: Sequence[Tensor] | None = None,
+    peepholes: Sequence[Tensor] | None = None, recurrent_dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0, resets: Tensor | None = None, recompute: bool = False,
+    seed: int | Tensor | None = None,
+    return_all_c: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]: ...  # fmt: skip
+
+
+@explicit
 def lstm(
     input: Tensor,
     hx: tuple[Tensor, Tensor] | None,
@@ -60,6 +94,7 @@ def lstm(
     return_all_c: bool = False,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """A long short-term memory of one or more layers over whole sequences: `torch.nn.LSTM`'s meaning, and more.
 
@@ -132,6 +167,8 @@ def lstm(
     """
     if is_proxy(input):
         return record(lstm, locals())
+    if unexpected:
+        refuse(lstm, unexpected)
     output, h_n, c_n, cells = _network(
         "lstm", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed, peepholes, return_all_c,
@@ -139,6 +176,7 @@ def lstm(
     return (output, (h_n, c_n), cells) if return_all_c else (output, (h_n, c_n))
 
 
+@explicit
 def gru(
     input: Tensor,
     hx: Tensor | None,
@@ -156,6 +194,7 @@ def gru(
     resets: Tensor | None = None,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Gated recurrent units in one or more layers over whole sequences: `torch.nn.GRU`'s meaning, and more.
 
@@ -196,12 +235,15 @@ def gru(
     """
     if is_proxy(input):
         return record(gru, locals())
+    if unexpected:
+        refuse(gru, unexpected)
     return _network(
         "gru", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
     )[:2]  # fmt: skip
 
 
+@explicit
 def rnn_tanh(
     input: Tensor,
     hx: Tensor | None,
@@ -219,6 +261,7 @@ def rnn_tanh(
     resets: Tensor | None = None,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """A simple recurrent network of one or more layers over whole sequences: `torch.nn.RNN`'s meaning, and more.
 
@@ -249,12 +292,15 @@ def rnn_tanh(
     """
     if is_proxy(input):
         return record(rnn_tanh, locals())
+    if unexpected:
+        refuse(rnn_tanh, unexpected)
     return _network(
         "rnn_tanh", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
     )[:2]  # fmt: skip
 
 
+@explicit
 def rnn_relu(
     input: Tensor,
     hx: Tensor | None,
@@ -272,6 +318,7 @@ def rnn_relu(
     resets: Tensor | None = None,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """`rnn_tanh` with max(0, .) in the place of tanh: `torch.nn.RNN(nonlinearity="relu")`'s meaning, and more.
 
@@ -294,6 +341,8 @@ def rnn_relu(
     """
     if is_proxy(input):
         return record(rnn_relu, locals())
+    if unexpected:
+        refuse(rnn_relu, unexpected)
     return _network(
         "rnn_relu", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
@@ -423,6 +472,7 @@ def _dropout(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
 # ---- cells --------------------------------------------------------------------------------------------------------
 
 
+@explicit
 def lstm_cell(
     input: Tensor,
     hx: tuple[Tensor, Tensor],
@@ -430,6 +480,7 @@ def lstm_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """One step of a long short-term memory, as `torch.nn.LSTMCell` takes it: two products, then one fused kernel.
 
@@ -459,9 +510,12 @@ def lstm_cell(
     """
     if is_proxy(input):
         return record(lstm_cell, locals())
+    if unexpected:
+        refuse(lstm_cell, unexpected)
     return _cell("lstm", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
+@explicit
 def gru_cell(
     input: Tensor,
     hx: Tensor,
@@ -469,6 +523,7 @@ def gru_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """One step of a gated recurrent unit, as `torch.nn.GRUCell` takes it: two products, then one fused kernel.
 
@@ -497,9 +552,12 @@ def gru_cell(
     """
     if is_proxy(input):
         return record(gru_cell, locals())
+    if unexpected:
+        refuse(gru_cell, unexpected)
     return _cell("gru", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
+@explicit
 def rnn_tanh_cell(
     input: Tensor,
     hx: Tensor,
@@ -507,6 +565,7 @@ def rnn_tanh_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """One step of a simple recurrent network, tanh(W x + b + U h + b'), as `torch.nn.RNNCell` takes it.
 
@@ -529,9 +588,12 @@ def rnn_tanh_cell(
     """
     if is_proxy(input):
         return record(rnn_tanh_cell, locals())
+    if unexpected:
+        refuse(rnn_tanh_cell, unexpected)
     return _cell("rnn_tanh", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
+@explicit
 def rnn_relu_cell(
     input: Tensor,
     hx: Tensor,
@@ -539,6 +601,7 @@ def rnn_relu_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """`rnn_tanh_cell` with max(0, .) in the place of tanh, as `torch.nn.RNNCell(nonlinearity="relu")` takes it.
 
@@ -559,6 +622,8 @@ def rnn_relu_cell(
     """
     if is_proxy(input):
         return record(rnn_relu_cell, locals())
+    if unexpected:
+        refuse(rnn_relu_cell, unexpected)
     return _cell("rnn_relu", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
