@@ -23,6 +23,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
@@ -122,6 +123,22 @@ class NinjaBuildExt(build_ext):
         if name == NODE.rpartition(".")[2]:
             return str(Path(*package, f"{name}-{node_tag()}.so"))
         return super().get_ext_filename(fullname)
+
+
+class EditableWheel(editable_wheel):
+    """`pip install -e` puts a folder on the module path that holds a link to seqkern and nothing else.
+
+    Type checkers find packages on that path alone, not by the import hook that setuptools would install. The root of
+    the tree must not be on it: kernels/, tests/ and benchmarks/ would be top-level packages everywhere.
+    """
+
+    def finalize_options(self) -> None:
+        link = ROOT / "editable" / "seqkern"
+        link.parent.mkdir(exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(Path("..", "seqkern"))
+        self.distribution.package_dir = {"": link.parent.name}
+        super().finalize_options()
 
 
 def node_tag() -> str:
@@ -386,6 +403,6 @@ if __name__ == "__main__":
             Extension("seqkern._C", sources=[], py_limited_api=True),
             Extension(NODE, sources=[], optional=True),
         ],
-        cmdclass={"build_ext": NinjaBuildExt},
+        cmdclass={"build_ext": NinjaBuildExt, "editable_wheel": EditableWheel},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )

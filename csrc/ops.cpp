@@ -33,6 +33,10 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
   m.def(kLayerNormForward);
   m.def(kLayerNormBackward);
 
+  // glu: csrc/glu, kernels/glu.py, seqkern/ops/glu.py
+  m.def("glu_fwd(Tensor gate, Tensor up, int activation) -> Tensor output");
+  m.def("glu_bwd(Tensor grad_output, Tensor gate, Tensor up, int activation) -> (Tensor grad_gate, Tensor grad_up)");
+
   // rnn: csrc/rnn, kernels/rnn.py, seqkern/ops/rnn.py
   m.def(
       "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "

@@ -11,6 +11,7 @@ from seqkern.ops.attention import (
 )
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
+from seqkern.ops.glu import geglu, swiglu
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
@@ -24,6 +25,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "explain",
+    "geglu",
     "gru",
     "gru_cell",
     "layer_norm",
@@ -39,5 +41,6 @@ __all__ = [
     "rnn_tanh",
     "rnn_tanh_cell",
     "scaled_dot_product_attention",
+    "swiglu",
     "use_backend",
 ]

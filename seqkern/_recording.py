@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqkern._keywords import refuse
+
 
 def is_proxy(x: Any) -> bool:
     """Whether it is torch.fx's stand-in for a tensor. Importing torch.fx only to ask would bring triton and numpy."""
@@ -27,6 +29,9 @@ def is_proxy(x: Any) -> bool:
 
 def record(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """A node of torch.fx's graph that calls the function; the first of its arguments, by name, is a proxy."""
+    unexpected = arguments["unexpected"]  # a proxy itself where the function is the root of what is traced
+    if isinstance(unexpected, dict) and unexpected:
+        refuse(function, unexpected)
     kept = _without_defaults(function, arguments)
     return next(iter(arguments.values())).tracer.create_proxy("call_function", function, (), kept)
 

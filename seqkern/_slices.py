@@ -39,6 +39,7 @@ ALL = (
         functions=("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
         cuda_ops=("layer_norm_fwd", "layer_norm_bwd"),
     ),
+    Slice(name="glu", ops=("glu_fwd", "glu_bwd"), functions=("swiglu", "geglu")),
     Slice(
         name="rnn",
         ops=("rnn_fwd", "rnn_bwd"),

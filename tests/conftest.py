@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-PROCESSES = {"simt", "interpreted", "wheel", "compiled_ahead"}  # fixtures of tests that start long ones
+PROCESSES = {"simt", "interpreted", "wheel", "compiled_ahead", "type_check"}  # fixtures of tests that start long ones
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

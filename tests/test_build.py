@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pty
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,3 +149,80 @@ def test_compiling_counts_on_the_terminal_and_compiles_nothing_twice(
     assert not any(" -c " in line for line in again)
     assert sum("-shared" in line for line in again) == 1  # the nodes are built in place only
     assert {path.suffix for path in (tree.parent / "elsewhere" / "seqkern").iterdir()} == {".so"}
+
+
+# ---- what a user's type checker finds -----------------------------------------------------------------------------
+
+
+def call(*command: object, **options: Any) -> str:
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def type_check(
+    tree: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[bool, str], subprocess.CompletedProcess[str]]:
+    """`mypy --strict` of a program that stands alone, with seqkern from a wheel or an editable install."""
+    pytest.importorskip("mypy")
+    monkeypatch.setenv("CXX", str(program(tree.parent / "c++", COMPILER)))
+    monkeypatch.setenv("SEQKERN_CUDA_ARCHS", "none")
+
+    @functools.cache
+    def installed(editable: bool) -> Path:
+        folder = tree.parent / ("editable" if editable else "wheel")
+        venv.create(folder, with_pip=False, symlinks=True)
+        python = folder / "bin" / "python"
+        site = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch, and what builds
+        pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps")
+        call(*pip, "--no-build-isolation", *(["-e"] if editable else []), tree)
+        return python
+
+    def check(editable: bool, text: str) -> subprocess.CompletedProcess[str]:
+        python = installed(editable)
+        client = tree.parent / "client" / "client.py"
+        client.parent.mkdir(exist_ok=True)
+        client.write_text(text)
+        options = ("--strict", "--config-file", "", "--cache-dir", tree.parent / "cache", "--python-executable", python)
+        command = [str(c) for c in (sys.executable, "-m", "mypy", *options, client.name)]
+        return subprocess.run(command, cwd=client.parent, capture_output=True, text=True, check=False)
+
+    return check
+
+
+def test_type_checkers_know_every_public_name(
+    type_check: Callable[[bool, str], subprocess.CompletedProcess[str]],
+) -> None:
+    """From a wheel and from an editable install: what comes back, and what is wrong, planted mistakes and no other."""
+    text = (ROOT / "tests" / "typed_client.py").read_text()
+    for editable in (True, False):
+        result = type_check(editable, text)
+        assert result.returncode == 0, result.stdout + result.stderr
+    lines = text.splitlines()
+    planted = {number for number, line in enumerate(lines, 1) if "# type: ignore" in line}
+    assert len(planted) > 15
+    result = type_check(True, "\n".join(line.partition("  # type: ignore")[0] for line in lines))
+    found = {int(number) for number in re.findall(r"^client\.py:(\d+): error:", result.stdout, re.MULTILINE)}
+    assert found == planted, result.stdout
+
+
+def test_an_editable_install_puts_nothing_else_on_the_path(
+    tree: Path, calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not kernels/, which is the name of another package, nor tests/ and the like; and no hook of setuptools'."""
+    monkeypatch.setenv("CXX", str(program(tree.parent / "c++", COMPILER)))
+    monkeypatch.setenv("SEQKERN_CUDA_ARCHS", "none")
+    wheels = tmp_path / "wheels"
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(wheels)!r})"
+    wheels.mkdir()
+    call(sys.executable, "-c", build, cwd=tree)
+    (path,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [name for name in archive.namelist() if ".dist-info/" not in name]
+        folder = Path(archive.read(name).decode().strip())
+    assert name.endswith(".pth")
+    assert [p.name for p in folder.iterdir()] == ["seqkern"]
+    assert (folder / "seqkern").resolve() == tree / "seqkern"
+    assert (folder / "seqkern" / "kernels" / "layer_norm.py").is_file()

@@ -5,8 +5,10 @@ Every kernel against the float64 oracle, its gradients of every order, and torch
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 import seqkern
 from seqkern import _library, reference
 from seqkern.ops import _direct
+from seqkern.ops import layer_norm as layer_norm_ops
 from seqkern.testing import add_layer_norm_case, check_case, layer_norm_case, poison, verify
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -595,6 +598,105 @@ def test_inputs_are_not_modified_and_every_output_is_written(case, isa, dtype, w
     assert all(torch.equal(before[k], inputs[k]) for k in inputs)
 
 
+# ---- a number for the last dimension, and no residual yet ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [8, np.int64(8), [8], torch.Size([8])], ids=repr)
+def test_a_number_is_the_last_dimension(size):
+    x, residual, (weight, bias) = torch.randn(4, 8), torch.randn(4, 8), parameters(8, torch.float32)
+    assert torch.equal(seqkern.layer_norm(x, size, weight, bias), seqkern.layer_norm(x, (8,), weight, bias))
+    assert torch.equal(seqkern.rms_norm(x, size, weight), seqkern.rms_norm(x, (8,), weight))
+    for op in (seqkern.add_layer_norm, seqkern.add_rms_norm):
+        for dropped in ({}, {"dropout_p": 0.5, "seed": 3}):
+            for ours, theirs in zip(op(x, residual, size, **dropped), op(x, residual, (8,), **dropped), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_a_number_takes_the_short_way(monkeypatch):
+    def never(*_):
+        raise AssertionError("the dispatcher's way")
+
+    monkeypatch.setattr(layer_norm_ops, "_norm", never)
+    seqkern.layer_norm(torch.randn(4, 8), 8)
+    seqkern.rms_norm(torch.randn(4, 8), 8)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("op", [seqkern.add_layer_norm, seqkern.add_rms_norm])
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8), (8,), (0, 8)], ids=str)
+def test_without_a_residual(op, shape, backend, dtype):
+    x, weight = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(8, dtype=dtype)
+    norm = seqkern.layer_norm if op is seqkern.add_layer_norm else seqkern.rms_norm
+    with seqkern.use_backend(backend):
+        output, total = op(x, None, (8,), weight)
+        assert total is x
+        assert torch.equal(output, norm(x, (8,), weight))
+        for p in (0.5, 1.0):
+            found = op(x, None, (8,), weight, dropout_p=p, seed=3)
+            expected = op(x, torch.zeros_like(x), (8,), weight, dropout_p=p, seed=3)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours, theirs)
+            (ours,), (theirs,) = (torch.autograd.grad(a.sum() + b.sin().sum(), x) for a, b in (found, expected))
+            assert torch.equal(ours, theirs)
+
+
+def test_without_a_residual_derivatives_and_autocast():
+    x, weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64)
+    for dropped in ({}, {"dropout_p": 0.4, "seed": 7}):
+        function = functools.partial(seqkern.add_layer_norm, normalized_shape=5, weight=weight, **dropped)
+        assert torch.autograd.gradcheck(lambda x: function(x, None), x, check_forward_ad=True)  # noqa: B023
+        assert torch.autograd.gradgradcheck(lambda x: function(x, None), x)  # noqa: B023
+    with torch.autocast("cpu", torch.bfloat16):
+        output, total = seqkern.add_rms_norm(x.bfloat16(), None, 5)
+    assert output.dtype == total.dtype == torch.bfloat16
+    rows = torch.randn(5, 8)
+    jagged = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 2, 5]))
+    output, total = seqkern.add_layer_norm(jagged, None, (8,))
+    assert torch.equal(output.values(), seqkern.layer_norm(rows, (8,)))
+    assert torch.equal(total.values(), rows)
+
+
+@pytest.mark.parametrize("kind", [seqkern.nn.AddLayerNorm, seqkern.nn.AddRMSNorm])
+def test_modules_without_a_residual(kind):
+    x, norm = torch.randn(4, 8), kind(8, dropout=0.5)
+    torch.manual_seed(1)
+    output, total = norm(x)
+    torch.manual_seed(1)
+    expected = norm(x, torch.zeros_like(x))
+    assert torch.equal(output, expected[0])
+    assert torch.equal(total, expected[1])
+    assert (total == 0).any()
+    assert norm.eval()(x)[1] is x
+
+    class Blocks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = norm, kind(8)
+
+        def forward(self, x):
+            y, residual = self.first(x)
+            return self.second(y.sin(), residual)
+
+    blocks = Blocks().eval()
+    for traced in (torch.fx.symbolic_trace(blocks), torch.compile(blocks, backend="aot_eager", fullgraph=True)):
+        for ours, theirs in zip(traced(x), blocks(x), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_with_a_number_and_without_a_residual(dynamic):
+    torch._dynamo.reset()
+
+    def function(x):
+        y, total = seqkern.add_rms_norm(seqkern.layer_norm(x, x.shape[-1]), None, x.shape[-1])
+        return y + seqkern.rms_norm(total, x.shape[-1])
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for shape in ((3, 8), (4, 6)):
+        x = torch.randn(shape, requires_grad=True)
+        torch.testing.assert_close(compiled(x), function(x))
+
+
 # ---- backends and errors ------------------------------------------------------------------------------------------
 
 
@@ -613,7 +715,7 @@ X = torch.randn(4, 8)
         (TypeError, "input must be a tensor, got list", lambda: seqkern.layer_norm([1.0], (1,))),
         (TypeError, "input must be float64.*got torch.int64", lambda: seqkern.layer_norm(X.long(), (8,))),
         (TypeError, "input must be .*complex64", lambda: seqkern.layer_norm(X.to(torch.complex64), (8,))),
-        (TypeError, "layer_norm: normalized_shape must be a sequence.*8", lambda: seqkern.layer_norm(X, 8)),
+        (ValueError, r"layer_norm: .*normalized_shape = \(7,\).*got shape \(4, 8\)", lambda: seqkern.layer_norm(X, 7)),
         (ValueError, r"normalized_shape = \(7,\).*got shape \(4, 8\)", lambda: seqkern.layer_norm(X, (7,))),
         (ValueError, r"normalized_shape = \(\)", lambda: seqkern.layer_norm(X, ())),
         (ValueError, r"normalized_shape = \(2, 4, 8\)", lambda: seqkern.layer_norm(X, (2, 4, 8))),
@@ -629,8 +731,10 @@ X = torch.randn(4, 8)
          lambda: seqkern.add_layer_norm(X, X, (8,), dropout_p="x")),
         (TypeError, "rms_norm: eps must be a number, got '1'", lambda: seqkern.rms_norm(X, (8,), eps="1")),
         (TypeError, "rms_norm: input must be a tensor, got list", lambda: seqkern.rms_norm([1.0], (1,))),
-        (TypeError, "add_layer_norm: residual must be a tensor, got NoneType",
-         lambda: seqkern.add_layer_norm(X, None, (8,))),
+        (TypeError, "add_layer_norm: residual must be a tensor or None, got list",
+         lambda: seqkern.add_layer_norm(X, [1.0], (8,))),
+        (ValueError, "add_rms_norm: dropout_p must be a probability.*got 1.5",
+         lambda: seqkern.add_rms_norm(X, None, (8,), dropout_p=1.5)),
         (TypeError, "add_rms_norm: residual must have the input's dtype torch.float32, got torch.bfloat16",
          lambda: seqkern.add_rms_norm(X, X.bfloat16(), (8,))),
         (ValueError, r"add_layer_norm: residual must have the input's shape \(4, 8\), got \(8,\)",

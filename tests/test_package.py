@@ -128,7 +128,7 @@ def test_wheel_is_small_and_for_every_python(wheel):
     files = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in files}
     assert sorted(tops) == ["seqkern", "seqkern-0.1.0.dist-info"], "nothing but seqkern at the top level"
-    assert {"seqkern/_C.abi3.so", "seqkern/kernels/layer_norm.py"} <= set(files)
+    assert {"seqkern/_C.abi3.so", "seqkern/kernels/layer_norm.py", "seqkern/py.typed"} <= set(files)
     libraries = [name for name in files if name.endswith(".so")]
     assert libraries == ["seqkern/_C.abi3.so"], "nothing that is tied to one torch or one Python"
 
@@ -183,7 +183,7 @@ def test_source_archive_has_every_source(tmp_path):
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
     assert {Path(name).suffix for name in sources} == {".cpp", ".h", ".cu", ".cuh"}
-    assert sources <= names
+    assert sources | {"seqkern/py.typed"} <= names
 
 
 # ---- import -------------------------------------------------------------------------------------------------------

@@ -86,6 +86,14 @@ def add_rms_norm() -> tuple[Any, ...]:
     return lambda x, r, w: seqkern.add_rms_norm(x, r, (4,), w), draw(2, 3, 4), draw(2, 3, 4), draw(4)
 
 
+def swiglu() -> tuple[Any, ...]:
+    return seqkern.swiglu, draw(3, 4), draw(3, 4)
+
+
+def geglu() -> tuple[Any, ...]:
+    return seqkern.geglu, draw(3, 4), draw(3, 4)
+
+
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -127,7 +135,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, layer_norm, rms_norm,
-        add_layer_norm, add_rms_norm,
+        add_layer_norm, add_rms_norm, swiglu, geglu,
     )
 }  # fmt: skip
 OPS |= {name: recurrent(name) for name in GATES} | {f"{name}_cell": cell(name) for name in GATES}

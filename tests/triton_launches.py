@@ -101,6 +101,19 @@ def norm_calls(quick: bool) -> Iterator[Call]:
                     yield f"{case.outputs} {columns} {dtype} {centred}", partial(through_autograd, case, dtype)
 
 
+def glu_calls(quick: bool) -> Iterator[Call]:
+    for op, options in (("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "tanh"})):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for shape in [(33, 129)] if quick else [(1, 1), (1, 64), (33, 129), (130, 2816)]:
+                yield f"{op} {shape} {dtype}", partial(through_autograd, testing.glu_case(op, *shape, **options), dtype)
+            yield f"{op} of halves {dtype}", partial(halves, op, options, dtype)
+
+
+def halves(op: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    gate, up = torch.randn(7, 2 * 129, dtype=dtype).requires_grad_().chunk(2, -1)
+    getattr(seqkern, op)(gate, up, **options).sum().backward()
+
+
 def rnn_calls(quick: bool) -> Iterator[Call]:
     for name, case in rnn.CASES.items():
         if quick and name not in QUICK:
@@ -134,7 +147,13 @@ def seconds() -> float:
     return sum(os.times()[:4])
 
 
-PARTS = {"attention": attention_calls, "layer_norm": norm_calls, "rnn": rnn_calls, "rnn_cell": cell_calls}
+PARTS = {
+    "attention": attention_calls,
+    "layer_norm": norm_calls,
+    "glu": glu_calls,
+    "rnn": rnn_calls,
+    "rnn_cell": cell_calls,
+}
 assert PARTS.keys() == SLICES.keys()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
+from seqkern._keywords import explicit, refuse
 from seqkern._recording import is_proxy, record_module
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -23,6 +25,21 @@ class LayerNorm(torch.nn.LayerNorm):
         >>> norm(torch.randn(2, 8)).shape
         torch.Size([2, 8])
     """
+
+    @explicit
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **unexpected: NoReturn,
+    ) -> None:
+        if unexpected:
+            refuse(LayerNorm.__init__, unexpected, "LayerNorm")
+        super().__init__(_sizes(normalized_shape), eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         if is_proxy(input):
@@ -42,6 +59,20 @@ class RMSNorm(torch.nn.RMSNorm):
         torch.Size([2, 8])
     """
 
+    @explicit
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **unexpected: NoReturn,
+    ) -> None:
+        if unexpected:
+            refuse(RMSNorm.__init__, unexpected, "RMSNorm")
+        super().__init__(_sizes(normalized_shape), eps, elementwise_affine, device, dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         if is_proxy(x):
             return record_module(self, {"x": x})
@@ -55,31 +86,36 @@ class AddLayerNorm(torch.nn.LayerNorm):
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as `torch.nn.LayerNorm`.
         dropout: the probability that an element of the input is dropped in training mode.
 
-    Shape: input and residual (*, *normalized_shape); returns (normalised, new_residual), both the same. See
-    `seqkern.add_layer_norm` for dtypes and errors.
+    Shape: input and residual (*, *normalized_shape); returns (normalised, new_residual), both the same. Without a
+    residual, as before the first block, new_residual is the input after dropout. See `seqkern.add_layer_norm` for
+    dtypes and errors.
 
     Example:
         >>> import torch, seqkern
         >>> norm = seqkern.nn.AddLayerNorm(8, dropout=0.1)
-        >>> x = torch.randn(2, 8)
+        >>> y, x = norm(torch.randn(2, 8))  # before the first block
         >>> y, x = norm(torch.randn(2, 8), x)
     """
 
+    @explicit
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         dropout: float = 0.0,
+        **unexpected: NoReturn,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        if unexpected:
+            refuse(AddLayerNorm.__init__, unexpected, "AddLayerNorm")
+        super().__init__(_sizes(normalized_shape), eps, elementwise_affine, bias, device, dtype)
         self.dropout = _probability("AddLayerNorm", dropout)
 
-    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if is_proxy(input):
             return record_module(self, {"input": input, "residual": residual})
         return add_layer_norm(
@@ -97,36 +133,46 @@ class AddRMSNorm(torch.nn.RMSNorm):
         normalized_shape, eps, elementwise_affine, device, dtype: as `torch.nn.RMSNorm`.
         dropout: the probability that an element of the input is dropped in training mode.
 
-    Shape: input and residual (*, *normalized_shape); returns (normalised, new_residual), both the same. See
-    `seqkern.add_rms_norm` for dtypes and errors.
+    Shape: input and residual (*, *normalized_shape); returns (normalised, new_residual), both the same. Without a
+    residual, as before the first block, new_residual is the input after dropout. See `seqkern.add_rms_norm` for dtypes
+    and errors.
 
     Example:
         >>> import torch, seqkern
         >>> norm = seqkern.nn.AddRMSNorm(8, dropout=0.1)
-        >>> x = torch.randn(2, 8)
+        >>> y, x = norm(torch.randn(2, 8))  # before the first block
         >>> y, x = norm(torch.randn(2, 8), x)
     """
 
+    @explicit
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
         eps: float | None = None,
         elementwise_affine: bool = True,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         dropout: float = 0.0,
+        **unexpected: NoReturn,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        if unexpected:
+            refuse(AddRMSNorm.__init__, unexpected, "AddRMSNorm")
+        super().__init__(_sizes(normalized_shape), eps, elementwise_affine, device, dtype)
         self.dropout = _probability("AddRMSNorm", dropout)
 
-    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if is_proxy(input):
             return record_module(self, {"input": input, "residual": residual})
         return add_rms_norm(input, residual, self.normalized_shape, self.weight, self.eps, self.dropout, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+def _sizes(normalized_shape: int | Sequence[int]) -> Any:
+    """As torch's constructors take it: their annotation knows lists and torch.Size alone."""
+    return normalized_shape
 
 
 def _probability(module: str, dropout: float) -> float:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
 from torch.nn import LayerNorm  # by name: users may put seqkern's modules in the place of torch.nn's
 from torch.nn.utils.rnn import PackedSequence
+from torch.types import Device
 
+from seqkern._keywords import explicit, refuse
 from seqkern._recording import check_not_nested, exports_onnx, is_proxy, record_module
 from seqkern.ops._rnn_checks import NO_NESTED, check_pair, check_probability, check_state, check_zoneout
 from seqkern.ops.rnn import CELLS, gru, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
+
+Lengths: TypeAlias = Tensor | Sequence[int] | int | None  # a number beside an input without a batch
+State: TypeAlias = tuple[Tensor, Tensor]  # of an LSTM: h and c
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"LSTM": lstm, "GRU": gru, "RNN_TANH": rnn_tanh, "RNN_RELU": rnn_relu}
 
@@ -78,13 +83,27 @@ class _Recurrent(torch.nn.RNNBase):
         options += [f"{name}={p}" for name in ("recurrent_dropout", "zoneout") if (p := getattr(self, name))]
         return ", ".join([super().extra_repr(), *options])
 
+    @overload
+    def forward(
+        self, input: Tensor, hx: Tensor | None = None, lengths: Lengths = None, resets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: Tensor | None = None, lengths: None = None, resets: Tensor | None = None
+    ) -> tuple[PackedSequence, Tensor]: ...
+
+    @explicit
     def forward(
         self,
         input: Tensor | PackedSequence,
-        hx: Any = None,
-        lengths: Any = None,
+        hx: Tensor | None = None,
+        lengths: Lengths = None,
         resets: Tensor | None = None,
-    ) -> tuple[Any, ...]:
+        **unexpected: NoReturn,
+    ) -> tuple[Any, Any]:
+        if unexpected:
+            refuse(_Recurrent.forward, unexpected, type(self).__name__)
         return self._run(input, hx, lengths, resets)
 
     def _run(
@@ -204,6 +223,7 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         (torch.Size([10, 3, 16]), torch.Size([4, 3, 8]))
     """
 
+    @explicit
     def __init__(
         self,
         input_size: int,
@@ -214,7 +234,7 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         dropout: float = 0.0,
         bidirectional: bool = False,
         proj_size: int = 0,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         layer_norm: bool = False,
@@ -222,20 +242,63 @@ class LSTM(_Recurrent, torch.nn.LSTM):
         zoneout: float | tuple[float, float] = 0.0,
         peephole: bool = False,
         recompute: bool = False,
+        **unexpected: NoReturn,
     ) -> None:
+        if unexpected:
+            refuse(LSTM.__init__, unexpected, "LSTM")
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device, dtype
         )
         self._set_options(layer_norm, recurrent_dropout, zoneout, peephole, recompute)
 
+    @overload  # type: ignore[override]
+    def forward(
+        self, input: Tensor, hx: State | None = None, lengths: Lengths = None, resets: Tensor | None = None,
+        return_all_c: Literal[False] = False,
+    ) -> tuple[Tensor, State]: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, input: Tensor, hx: State | None = None, lengths: Lengths = None, resets: Tensor | None = None,
+        *, return_all_c: Literal[True],
+    ) -> tuple[Tensor, State, Tensor]: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, input: Tensor, hx: State | None = None, lengths: Lengths = None, resets: Tensor | None = None,
+        return_all_c: bool = False,
+    ) -> tuple[Tensor, State] | tuple[Tensor, State, Tensor]: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: State | None = None, lengths: None = None, resets: Tensor | None = None,
+        return_all_c: Literal[False] = False,
+    ) -> tuple[PackedSequence, State]: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: State | None = None, lengths: None = None, resets: Tensor | None = None,
+        *, return_all_c: Literal[True],
+    ) -> tuple[PackedSequence, State, PackedSequence]: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: State | None = None, lengths: None = None, resets: Tensor | None = None,
+        return_all_c: bool = False,
+    ) -> tuple[PackedSequence, State] | tuple[PackedSequence, State, PackedSequence]: ...  # fmt: skip
+
+    @explicit
     def forward(
         self,
         input: Tensor | PackedSequence,
-        hx: tuple[Tensor, Tensor] | None = None,
-        lengths: Any = None,
+        hx: State | None = None,
+        lengths: Lengths = None,
         resets: Tensor | None = None,
         return_all_c: bool = False,
+        **unexpected: NoReturn,
     ) -> tuple[Any, ...]:
+        if unexpected:
+            refuse(LSTM.forward, unexpected, type(self).__name__)
         return self._run(input, hx, lengths, resets, return_all_c)
 
 
@@ -260,6 +323,7 @@ class GRU(_Recurrent, torch.nn.GRU):
         (torch.Size([3, 10, 8]), torch.Size([1, 3, 8]))
     """
 
+    @explicit
     def __init__(
         self,
         input_size: int,
@@ -269,14 +333,17 @@ class GRU(_Recurrent, torch.nn.GRU):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         layer_norm: bool = False,
         recurrent_dropout: float = 0.0,
         zoneout: float = 0.0,
         recompute: bool = False,
+        **unexpected: NoReturn,
     ) -> None:
+        if unexpected:
+            refuse(GRU.__init__, unexpected, "GRU")
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device, dtype=dtype
         )
@@ -302,6 +369,7 @@ class RNN(_Recurrent, torch.nn.RNN):
         torch.Size([10, 3, 8])
     """
 
+    @explicit
     def __init__(
         self,
         input_size: int,
@@ -312,14 +380,17 @@ class RNN(_Recurrent, torch.nn.RNN):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         layer_norm: bool = False,
         recurrent_dropout: float = 0.0,
         zoneout: float = 0.0,
         recompute: bool = False,
+        **unexpected: NoReturn,
     ) -> None:
+        if unexpected:
+            refuse(RNN.__init__, unexpected, "RNN")
         super().__init__(
             input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
             device=device, dtype=dtype,
@@ -342,7 +413,7 @@ class LSTMCell(torch.nn.LSTMCell):
         >>> h, c = cell(torch.randn(3, 5), (h, c))
     """
 
-    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, hx: State | None = None) -> State:
         return _run_cell(self, lstm_cell, "LSTM", input, hx)
 
 

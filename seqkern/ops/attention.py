@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal, NoReturn, overload
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _torchs
 
+from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._recording import exports_onnx, is_proxy, record
 from seqkern.ops._attention_autograd import rounded_lse, run
@@ -33,6 +36,7 @@ from seqkern.ops._attention_checks import (
 from seqkern.ops._autograd import Cost
 
 
+@explicit
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -42,6 +46,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """softmax(Q K^T * scale + mask) V: `torch.nn.functional.scaled_dot_product_attention`, argument by argument.
 
@@ -86,6 +91,8 @@ def scaled_dot_product_attention(
     """
     if is_proxy(query):
         return record(scaled_dot_product_attention, locals())
+    if unexpected:
+        refuse(scaled_dot_product_attention, unexpected)
     if exports_onnx():
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     op = "scaled_dot_product_attention"
@@ -109,6 +116,33 @@ def scaled_dot_product_attention(
     return out if len(leading) == 2 else out.view(*leading, *out.shape[-2:])
 
 
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, causal_align: str = "lower_right",
+    attn_mask: Tensor | None = None, key_lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, causal_align: str = "lower_right",
+    attn_mask: Tensor | None = None, key_lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, causal_align: str = "lower_right",
+    attn_mask: Tensor | None = None, key_lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@explicit
 def attention(
     query: Tensor,
     key: Tensor,
@@ -125,6 +159,7 @@ def attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    **unexpected: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(z) V with every option, in any combination, and the log-sum-exp of the scores where wanted.
 
@@ -185,6 +220,8 @@ def attention(
     """
     if is_proxy(query):
         return record(attention, locals())
+    if unexpected:
+        refuse(attention, unexpected)
     op = "attention"
     lower_right = check_align(op, causal_align)
     query, key, value = autocast(check_tensors(op, query, key, value, least=4, most=4))
@@ -214,6 +251,36 @@ def attention(
     return (out, rounded_lse(lse, out)) if return_lse else out
 
 
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, causal: bool = False, causal_align: str = "lower_right",
+    attn_mask: Tensor | None = None, window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, causal: bool = False, causal_align: str = "lower_right",
+    attn_mask: Tensor | None = None, window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, causal: bool = False, causal_align: str = "lower_right",
+    attn_mask: Tensor | None = None, window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@explicit
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -233,6 +300,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    **unexpected: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of sequences of different lengths that are packed one behind the other, without padding.
 
@@ -275,6 +343,8 @@ def attention_varlen(
     """
     if is_proxy(query):
         return record(attention_varlen, locals())
+    if unexpected:
+        refuse(attention_varlen, unexpected)
     op = "attention_varlen"
     lower_right = check_align(op, causal_align)
     query, key, value = autocast(check_tensors(op, query, key, value, least=3, most=3))
@@ -317,7 +387,14 @@ def _seed(op: str, dropout_p: float, query: Tensor) -> Tensor | None:
     return torch.randint(-(2**63), 2**63 - 1, (), device=query.device)
 
 
-def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+@explicit
+def merge_attention(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    **unexpected: NoReturn,
+) -> tuple[Tensor, Tensor]:
     """The attention over two sets of keys, from the outputs and log-sum-exps over each: as if it were computed at once.
 
     out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b with lse = log(exp(lse_a) + exp(lse_b)). Differentiable, to
@@ -348,6 +425,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     """
     if is_proxy(out_a):
         return record(merge_attention, locals())
+    if unexpected:
+        refuse(merge_attention, unexpected)
     op = "merge_attention"
     tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, t in tensors.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from seqkern import _attention_cuda
 from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
+from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._recording import is_proxy, record
 from seqkern.ops._attention_autograd import rounded_lse, run
@@ -30,6 +31,33 @@ from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import readable, transforms_active, wants_gradient
 
 
+@overload
+def attention_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, cache_lengths: Tensor, *, key: Tensor | None = None,
+    value: Tensor | None = None, page_table: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, cache_lengths: Tensor, *, key: Tensor | None = None,
+    value: Tensor | None = None, page_table: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, cache_lengths: Tensor, *, key: Tensor | None = None,
+    value: Tensor | None = None, page_table: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, scale: float | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@explicit
 def attention_decode(
     query: Tensor,
     key_cache: Tensor,
@@ -45,6 +73,7 @@ def attention_decode(
     sinks: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    **unexpected: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of the newest tokens over a cache of keys and values, which it extends first.
 
@@ -88,6 +117,8 @@ def attention_decode(
     """
     if is_proxy(query):
         return record(attention_decode, locals())
+    if unexpected:
+        refuse(attention_decode, unexpected)
     op = "attention_decode"
     check_tensors(op, query, least=4, most=4)
     if (key is None) != (value is None):

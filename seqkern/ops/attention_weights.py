@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from seqkern import reference
+from seqkern._keywords import explicit, refuse
 from seqkern._recording import is_proxy, record
 from seqkern.ops._attention_checks import (
     autocast,
@@ -29,6 +32,7 @@ from seqkern.ops._autograd import transforms_active
 _SCORES = 1 << 20  # elements of the scores that are held beside the result; 32 queries at least
 
 
+@explicit
 def attention_weights(
     query: Tensor,
     key: Tensor,
@@ -43,6 +47,7 @@ def attention_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """The weights that `attention` gives the values, for the queries one wants to look at. No dropout.
 
@@ -76,6 +81,8 @@ def attention_weights(
     """
     if is_proxy(query):
         return record(attention_weights, locals())
+    if unexpected:
+        refuse(attention_weights, unexpected)
     op = "attention_weights"
     lower_right = check_align(op, causal_align)
     query, key = autocast(check_tensors(op, query, key, least=4, most=4))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import _library, reference
+from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import is_proxy, of_jagged, record
 from seqkern.ops import _direct
@@ -27,15 +29,20 @@ from seqkern.ops._autograd import (
 )
 from seqkern.reference.dropout import dropout
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 _is_compiling = torch.compiler.is_compiling
 
 
+@explicit
 def layer_norm(
     input: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """Layer normalisation over the trailing dimensions: exactly `torch.nn.functional.layer_norm`'s meaning.
 
@@ -46,7 +53,7 @@ def layer_norm(
         input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided; a tensor
             whose trailing dimensions are not contiguous is copied once. Or a nested one of layout torch.jagged, whose
             output is nested alike.
-        normalized_shape: the trailing dimensions to normalise over, at least one.
+        normalized_shape: the trailing dimensions to normalise over, at least one; a number for the last alone.
         weight: shape normalized_shape, or None for ones. Any floating dtype.
         bias: shape normalized_shape, or None for zeros. Any floating dtype.
         eps: added to the variance. As in torch it may be negative; what has no root then is NaN.
@@ -72,15 +79,24 @@ def layer_norm(
         transforms_active()  # refuses before the compiler looks at a tensor
     elif _library._backend in ("auto", "cpu"):
         output = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
-        if output is not None:
+        if output is not None and not unexpected:
             return output
     if is_proxy(input):
         return record(layer_norm, locals())
+    if unexpected:
+        refuse(layer_norm, unexpected)
+    if _is_number(normalized_shape):
+        return layer_norm(input, (normalized_shape,), weight, bias, eps)
     return _norm("layer_norm", input, normalized_shape, weight, bias, eps, True)
 
 
+@explicit
 def rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """Root mean square normalisation: exactly `torch.nn.functional.rms_norm`'s meaning.
 
@@ -89,7 +105,7 @@ def rms_norm(
 
     Args:
         input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided.
-        normalized_shape: the trailing dimensions to normalise over, at least one.
+        normalized_shape: the trailing dimensions to normalise over, at least one; a number for the last alone.
         weight: shape normalized_shape, or None for ones. Any floating dtype.
         eps: added to the mean square; None for the smallest step of float32 (of float64 for float64).
 
@@ -111,19 +127,24 @@ def rms_norm(
         transforms_active()  # refuses before the compiler looks at a tensor
     if is_proxy(input):
         return record(rms_norm, locals())
+    if unexpected:
+        refuse(rms_norm, unexpected)
     if eps is None:
         eps = _default_eps(input)
     if not _is_compiling() and _library._backend in ("auto", "cpu"):
         output = _direct.layer_norm(input, None, normalized_shape, weight, None, eps, False, _direct.LARGEST)
         if output is not None:
             return output
+    if _is_number(normalized_shape):
+        return rms_norm(input, (normalized_shape,), weight, eps)
     return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
 
 
+@explicit
 def add_layer_norm(
     input: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
+    residual: Tensor | None,
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -131,6 +152,7 @@ def add_layer_norm(
     training: bool = True,
     *,
     seed: Tensor | int | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and layer norm in one pass: new_residual = dropout(input) + residual, then its layer norm.
 
@@ -139,7 +161,8 @@ def add_layer_norm(
 
     Args:
         input: shape (..., *normalized_shape), what a sublayer gives; float64, float32, bfloat16 or float16.
-        residual: the input's shape, dtype and device.
+        residual: the input's shape, dtype and device. None, as before the first block: new_residual = dropout(input),
+            which is the input itself where nothing is dropped.
         normalized_shape, weight, bias, eps: as `layer_norm`.
         dropout_p: the probability that an element of the input is dropped; the others are divided by 1 - dropout_p.
         training: whether dropout happens.
@@ -162,25 +185,30 @@ def add_layer_norm(
     """
     if is_proxy(input):
         return record(add_layer_norm, locals())
+    if unexpected:
+        refuse(add_layer_norm, unexpected)
     dropped = dropout_p if training else 0.0
     return _add_norm("add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropped, seed, True)
 
 
+@explicit
 def add_rms_norm(
     input: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
+    residual: Tensor | None,
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
     dropout_p: float = 0.0,
     training: bool = True,
     *,
     seed: Tensor | int | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and RMS norm in one pass: `add_layer_norm` with the norm of `rms_norm`.
 
     Args:
-        input, residual: shape (..., *normalized_shape), of one dtype: float64, float32, bfloat16 or float16.
+        input, residual: shape (..., *normalized_shape), of one dtype: float64, float32, bfloat16 or float16. residual
+            may be None, as `add_layer_norm`.
         normalized_shape, weight, eps: as `rms_norm`.
         dropout_p, training, seed: as `add_layer_norm`.
 
@@ -201,6 +229,8 @@ def add_rms_norm(
     """
     if is_proxy(input):
         return record(add_rms_norm, locals())
+    if unexpected:
+        refuse(add_rms_norm, unexpected)
     dropped = dropout_p if training else 0.0
     return _add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False)
 
@@ -223,6 +253,11 @@ def cost(
 # ---- checks -------------------------------------------------------------------------------------------------------
 
 
+def _is_number(normalized_shape: int | Sequence[int]) -> TypeIs[int]:
+    """Whether it is the size of the last dimension alone. Asked after the fast path, which takes sequences."""
+    return isinstance(normalized_shape, (int, torch.SymInt, numbers.Integral))
+
+
 def _default_eps(input: Tensor) -> float:
     return torch.finfo(torch.float64 if getattr(input, "dtype", None) == torch.float64 else torch.float32).eps
 
@@ -234,8 +269,6 @@ def _check(
         raise TypeError(f"{op}: input must be a tensor, got {type(input).__name__}")
     if input.dtype not in FLOATING:
         raise TypeError(f"{op}: input must be float64, float32, bfloat16 or float16, got {input.dtype}")
-    if isinstance(normalized_shape, int):
-        raise TypeError(f"{op}: normalized_shape must be a sequence of sizes, got the number {normalized_shape}")
     shape = tuple(normalized_shape)
     if not shape or input.shape[-len(shape) :] != shape:
         raise ValueError(
@@ -258,10 +291,16 @@ def _check(
     return shape
 
 
-def _check_residual(op: str, input: Tensor, residual: Tensor, dropout_p: float) -> None:
+def _check_residual(op: str, input: Tensor, residual: Tensor | None, dropout_p: float) -> None:
     transforms_active()  # refuses before the compiler looks at a tensor, when it compiles this function alone
+    if dropout_p is None or isinstance(dropout_p, str):
+        raise TypeError(f"{op}: dropout_p must be a probability, got {dropout_p!r}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{op}: dropout_p must be a probability, between 0 and 1, got {dropout_p}")
+    if residual is None:
+        return
     if not isinstance(residual, Tensor):
-        raise TypeError(f"{op}: residual must be a tensor, got {type(residual).__name__}")
+        raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
     if residual.dtype != input.dtype:
         raise TypeError(f"{op}: residual must have the input's dtype {input.dtype}, got {residual.dtype}")
     if residual.shape != input.shape:
@@ -270,10 +309,6 @@ def _check_residual(op: str, input: Tensor, residual: Tensor, dropout_p: float) 
         )
     if residual.device != input.device:
         raise ValueError(f"{op}: residual must be on the input's device {input.device}, got {residual.device}")
-    if dropout_p is None or isinstance(dropout_p, str):
-        raise TypeError(f"{op}: dropout_p must be a probability, got {dropout_p!r}")
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"{op}: dropout_p must be a probability, between 0 and 1, got {dropout_p}")
 
 
 def _check_seed(op: str, seed: Tensor | int | None, input: Tensor) -> Tensor:
@@ -325,8 +360,8 @@ def _norm(
 def _add_norm(
     op: str,
     input: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
+    residual: Tensor | None,
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: Any,
@@ -338,27 +373,33 @@ def _add_norm(
         transforms_active()  # refuses before the compiler looks at a tensor
     if eps is None and not centred:
         eps = _default_eps(input)
-    if not _is_compiling() and dropout_p == 0 and residual is not None and _library._backend in ("auto", "cpu"):
+    if not _is_compiling() and dropout_p == 0 and _library._backend in ("auto", "cpu"):
         results = _direct.layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, _direct.LARGEST)
         if results is not None:
-            return results
+            return results if residual is not None else (results, input)
+    if _is_number(normalized_shape):
+        return _add_norm(op, input, residual, (normalized_shape,), weight, bias, eps, dropout_p, seed, centred)
     if isinstance(input, Tensor) and input.is_nested:
 
-        def of_rows(rows: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        def of_rows(rows: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
             return _add_norm(op, rows, added, normalized_shape, weight, bias, eps, dropout_p, seed, centred)
 
-        nested: tuple[Tensor, Tensor] = of_jagged(op, of_rows, len(normalized_shape), input=input, residual=residual)
+        tensors = {"input": input} if residual is None else {"input": input, "residual": residual}
+        nested: tuple[Tensor, Tensor] = of_jagged(op, of_rows, len(normalized_shape), **tensors)
         return nested
     shape = _check(op, input, normalized_shape, weight, bias, eps)
     _check_residual(op, input, residual, dropout_p)
     seed = _check_seed(op, seed, input) if dropout_p else None
+    if residual is None and dropout_p:
+        residual = torch.zeros_like(input)  # dropout is part of the addition
     arguments = (input, residual, weight, bias, seed, eps, dropout_p, centred, len(shape))
     if backend_for(op, input) == "reference":
-        output, total = _formula(*arguments)
+        results = _formula(*arguments)
+        output, total = results if residual is not None else (results, input)
     else:
         differentiable = wants_gradient(input, residual, weight, bias)
         output, total, _, _ = apply(_LayerNorm, _LayerNormEager, differentiable, *arguments)
-    return output, total
+    return output, total if residual is not None else input
 
 
 def _matrix(t: Tensor, dims: int) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._recording import is_proxy, record
 from seqkern.ops._autograd import Cost
@@ -38,6 +39,39 @@ from seqkern.reference.dropout import derived_seed, dropout
 RECURRENT_DROPOUT, ZONEOUT, DROPOUT = range(3)  # what a layer's seeds decide
 
 
+@overload
+def lstm(
+    input: Tensor, hx: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], *,
+    lengths: Tensor | Sequence[int] | None = None, num_layers: int = 1, bidirectional: bool = False,
+    batch_first: bool = False, dropout: float = 0.0, training: bool = False, norms: Sequence[Tensor] | None = None,
+    peepholes: Sequence[Tensor] | None = None, recurrent_dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0, resets: Tensor | None = None, recompute: bool = False,
+    seed: int | Tensor | None = None,
+    return_all_c: Literal[False] = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...  # fmt: skip
+@overload
+def lstm(
+    input: Tensor, hx: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], *,
+    lengths: Tensor | Sequence[int] | None = None, num_layers: int = 1, bidirectional: bool = False,
+    batch_first: bool = False, dropout: float = 0.0, training: bool = False, norms: Sequence[Tensor] | None = None,
+    peepholes: Sequence[Tensor] | None = None, recurrent_dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0, resets: Tensor | None = None, recompute: bool = False,
+    seed: int | Tensor | None = None,
+    return_all_c: Literal[True],
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]: ...  # fmt: skip
+@overload
+def lstm(
+    input: Tensor, hx: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], *,
+    lengths: Tensor | Sequence[int] | None = None, num_layers: int = 1, bidirectional: bool = False,
+    batch_first: bool = False, dropout: float = 0.0, training: bool = False, norms: Sequence[Tensor] | None = None,
+    peepholes: Sequence[Tensor] | None = None, recurrent_dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0, resets: Tensor | None = None, recompute: bool = False,
+    seed: int | Tensor | None = None,
+    return_all_c: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]: ...  # fmt: skip
+
+
+@explicit
 def lstm(
     input: Tensor,
     hx: tuple[Tensor, Tensor] | None,
@@ -57,6 +91,7 @@ def lstm(
     return_all_c: bool = False,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """A long short-term memory of one or more layers over whole sequences: `torch.nn.LSTM`'s meaning, and more.
 
@@ -129,6 +164,8 @@ def lstm(
     """
     if is_proxy(input):
         return record(lstm, locals())
+    if unexpected:
+        refuse(lstm, unexpected)
     output, h_n, c_n, cells = _network(
         "lstm", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed, peepholes, return_all_c,
@@ -136,6 +173,7 @@ def lstm(
     return (output, (h_n, c_n), cells) if return_all_c else (output, (h_n, c_n))
 
 
+@explicit
 def gru(
     input: Tensor,
     hx: Tensor | None,
@@ -153,6 +191,7 @@ def gru(
     resets: Tensor | None = None,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Gated recurrent units in one or more layers over whole sequences: `torch.nn.GRU`'s meaning, and more.
 
@@ -193,12 +232,15 @@ def gru(
     """
     if is_proxy(input):
         return record(gru, locals())
+    if unexpected:
+        refuse(gru, unexpected)
     return _network(
         "gru", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
     )[:2]  # fmt: skip
 
 
+@explicit
 def rnn_tanh(
     input: Tensor,
     hx: Tensor | None,
@@ -216,6 +258,7 @@ def rnn_tanh(
     resets: Tensor | None = None,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """A simple recurrent network of one or more layers over whole sequences: `torch.nn.RNN`'s meaning, and more.
 
@@ -246,12 +289,15 @@ def rnn_tanh(
     """
     if is_proxy(input):
         return record(rnn_tanh, locals())
+    if unexpected:
+        refuse(rnn_tanh, unexpected)
     return _network(
         "rnn_tanh", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
     )[:2]  # fmt: skip
 
 
+@explicit
 def rnn_relu(
     input: Tensor,
     hx: Tensor | None,
@@ -269,6 +315,7 @@ def rnn_relu(
     resets: Tensor | None = None,
     recompute: bool = False,
     seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """`rnn_tanh` with max(0, .) in the place of tanh: `torch.nn.RNN(nonlinearity="relu")`'s meaning, and more.
 
@@ -291,6 +338,8 @@ def rnn_relu(
     """
     if is_proxy(input):
         return record(rnn_relu, locals())
+    if unexpected:
+        refuse(rnn_relu, unexpected)
     return _network(
         "rnn_relu", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import reference
+from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import is_proxy, record
 from seqkern.ops._autograd import Cost, apply, eager, gradients, tangents, transforms_active, wants_gradient
@@ -28,6 +29,7 @@ from seqkern.ops._rnn_checks import (
 )
 
 
+@explicit
 def lstm_cell(
     input: Tensor,
     hx: tuple[Tensor, Tensor],
@@ -35,6 +37,7 @@ def lstm_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """One step of a long short-term memory, as `torch.nn.LSTMCell` takes it: two products, then one fused kernel.
 
@@ -64,9 +67,12 @@ def lstm_cell(
     """
     if is_proxy(input):
         return record(lstm_cell, locals())
+    if unexpected:
+        refuse(lstm_cell, unexpected)
     return _cell("lstm", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
+@explicit
 def gru_cell(
     input: Tensor,
     hx: Tensor,
@@ -74,6 +80,7 @@ def gru_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """One step of a gated recurrent unit, as `torch.nn.GRUCell` takes it: two products, then one fused kernel.
 
@@ -102,9 +109,12 @@ def gru_cell(
     """
     if is_proxy(input):
         return record(gru_cell, locals())
+    if unexpected:
+        refuse(gru_cell, unexpected)
     return _cell("gru", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
+@explicit
 def rnn_tanh_cell(
     input: Tensor,
     hx: Tensor,
@@ -112,6 +122,7 @@ def rnn_tanh_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """One step of a simple recurrent network, tanh(W x + b + U h + b'), as `torch.nn.RNNCell` takes it.
 
@@ -134,9 +145,12 @@ def rnn_tanh_cell(
     """
     if is_proxy(input):
         return record(rnn_tanh_cell, locals())
+    if unexpected:
+        refuse(rnn_tanh_cell, unexpected)
     return _cell("rnn_tanh", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 
+@explicit
 def rnn_relu_cell(
     input: Tensor,
     hx: Tensor,
@@ -144,6 +158,7 @@ def rnn_relu_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    **unexpected: NoReturn,
 ) -> Tensor:
     """`rnn_tanh_cell` with max(0, .) in the place of tanh, as `torch.nn.RNNCell(nonlinearity="relu")` takes it.
 
@@ -164,6 +179,8 @@ def rnn_relu_cell(
     """
     if is_proxy(input):
         return record(rnn_relu_cell, locals())
+    if unexpected:
+        refuse(rnn_relu_cell, unexpected)
     return _cell("rnn_relu", input, hx, w_ih, w_hh, b_ih, b_hh)
 
 

@@ -5,6 +5,7 @@ from seqkern.reference.attention_scores import attention_scores
 from seqkern.reference.attention_varlen import attention_varlen
 from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep_mask
+from seqkern.reference.glu import glu
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
 from seqkern.reference.rnn import rnn, rnn_step
 from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
@@ -18,6 +19,7 @@ __all__ = [
     "derived_seed",
     "dropout",
     "dropout_words",
+    "glu",
     "gru_cell",
     "gru_step",
     "keep_mask",

@@ -30,13 +30,14 @@ import seqkern
 from seqkern import _library
 from seqkern.testing._checks import Case, ErrorReport, check_case, compare, poison, run
 from seqkern.testing.attention import attention_case, attention_decode_case
+from seqkern.testing.glu import glu_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
 from seqkern.testing.rnn import ALL_OPTIONS, rnn_case
 from seqkern.testing.rnn_cell import rnn_cell_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "attention_case", "attention_decode_case", "check_case",
-    "compare", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "run", "verify",
+    "compare", "glu_case", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "run", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -47,6 +48,8 @@ CASES: dict[str, Case] = {
     "rms_norm": layer_norm_case(centred=False),
     "add_layer_norm": add_layer_norm_case(),
     "add_rms_norm": add_layer_norm_case(centred=False),
+    "swiglu": glu_case("swiglu"),
+    "geglu": glu_case("geglu"),
     "lstm": rnn_case("lstm"),
     "gru": rnn_case("gru"),
     "rnn_tanh": rnn_case("rnn_tanh"),

@@ -1,0 +1,49 @@
+// Arguments and entry points of the gated linear units. Torch-free.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_isa.h"
+#include "dtype.h"
+
+namespace seqkern {
+
+// Of the gate. gelu_tanh is the approximation of gelu by tanh.
+enum class GluActivation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+
+// Element i is in row i / columns, column i % columns. Rows have unit stride inside and any distance from each other;
+// results are contiguous.
+struct GluForward {
+  Dtype dtype;
+  GluActivation activation;
+  int64_t columns;
+  const void* gate;
+  int64_t gate_stride;
+  const void* up;
+  int64_t up_stride;
+  void* output;
+};
+
+struct GluBackward {
+  Dtype dtype;
+  GluActivation activation;
+  int64_t columns;
+  const void* grad_output;
+  int64_t grad_output_stride;
+  const void* gate;
+  int64_t gate_stride;
+  const void* up;
+  int64_t up_stride;
+  void* grad_gate;
+  void* grad_up;
+};
+
+struct GluKernels {
+  // The elements [begin, end).
+  void (*forward)(const GluForward&, int64_t begin, int64_t end);
+  void (*backward)(const GluBackward&, int64_t begin, int64_t end);
+};
+
+SK_DECLARE_KERNEL_TABLE(GluKernels, glu_kernels)
+
+}  // namespace seqkern
