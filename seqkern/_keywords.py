@@ -4,8 +4,9 @@ A public function ends in `**unexpected: NoReturn`. A type checker lets nothing 
 what `inspect.signature` and `help` show, and where something comes in all the same `refuse` says what to write
 instead. Python's own error would be raised before any code of ours runs.
 
-It costs a call an empty dict, 15 to 45 ns (CPython 3.10 to 3.13). Four parameters by wrong names cost 75 to 115 ns and
-would be seen; a wrapper costs 250 to 300 ns, and torch.compile would have to look through it.
+It costs a call an empty dict, 30 to 50 ns, and 90 where CPython had specialised the call (positional arguments alone).
+Four parameters by wrong names cost 75 to 115 ns and would be seen. A wrapper costs 250 to 300 ns, and torch.compile
+would have to look through it.
 """
 
 from __future__ import annotations

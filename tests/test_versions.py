@@ -29,6 +29,7 @@ KNOWN = {
     "torch.broadcast_shapes",
     "torch.compiler.disable",
     "torch.compiler.is_compiling",
+    "torch.compiler.is_dynamo_compiling",
     "torch.finfo",
     "torch.func.vjp",
     "torch.get_autocast_dtype",

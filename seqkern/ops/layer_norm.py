@@ -32,7 +32,9 @@ from seqkern.reference.dropout import dropout
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-_is_compiling = torch.compiler.is_compiling
+# Not `is_compiling`, which calls two functions: the compiler's other stages trace tensors of classes of their own,
+# which the fast path refuses.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @explicit
