@@ -77,15 +77,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rnn_cell_bwd(const Tensor& grad_h, co
   };
   Tensor grad_x = result(true, gates), grad_h_gates = result(gru, gates), grad_h_prev = result(gru, hidden);
   Tensor grad_c_prev = result(lstm, hidden);
-  const auto read = [](const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; };
   const RnnCellBackward args{dtype,
                              cell,
                              hidden,
                              dh.const_data_ptr(),
-                             read(dc),
+                             data_or_null(dc),
                              h_prev.const_data_ptr(),
-                             read(c_prev),
-                             read(c_next),
+                             data_or_null(c_prev),
+                             data_or_null(c_next),
                              saved.const_data_ptr(),
                              grad_x.mutable_data_ptr(),
                              grad_h_gates.mutable_data_ptr(),
