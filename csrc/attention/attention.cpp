@@ -11,6 +11,7 @@
 
 #include "attention_problem.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace seqkern {
 namespace {
@@ -35,15 +36,6 @@ bool is_few(const Problem& p, const AttentionKernels& kernels, const AttentionSe
 char* offset(const Tensor& t, int64_t elements) {
   return static_cast<char*>(t.mutable_data_ptr()) + elements * t.element_size();
 }
-
-// `count` pieces of `bytes` each, which are a multiple of 64.
-struct Memory {
-  Tensor tensor;
-  int64_t bytes;
-  Memory(const Tensor& like, int64_t bytes_, int64_t count, const char* op)
-      : tensor(empty(like, {checked_product({bytes_ / 4, count}, op)}, ScalarType::Float)), bytes(bytes_) {}
-  char* at(int64_t index) const { return static_cast<char*>(tensor.mutable_data_ptr()) + index * bytes; }
-};
 
 // One piece of work on a head: of query head `head`, or of all query heads of key head `head`.
 struct Item {
@@ -83,7 +75,7 @@ class Packed {
         for (int64_t j = seen.begin / kernels.block_k; j < blocks(seen.end, kernels.block_k); ++j)
           items.push_back({static_cast<int32_t>(i), head, j});
     }
-    memory_ = empty(key.tensor, {total / 4}, ScalarType::Float);
+    memory_.emplace(total);
     parallel_workers(static_cast<int64_t>(items.size()), [&](WorkQueue& queue, int64_t) {
       for (int64_t at; queue.take(at);) {
         const Item& item = items[static_cast<size_t>(at)];
@@ -96,11 +88,11 @@ class Packed {
   void* address(int32_t sequence, int64_t kv_head) const {
     if (!memory_ || bytes_[static_cast<size_t>(sequence)] == 0) return nullptr;
     const auto i = static_cast<size_t>(sequence);
-    return static_cast<char*>(memory_->mutable_data_ptr()) + offsets_[i] + kv_head * bytes_[i];
+    return static_cast<char*>(memory_->data()) + offsets_[i] + kv_head * bytes_[i];
   }
 
  private:
-  std::optional<Tensor> memory_;
+  std::optional<Scratch> memory_;
   std::vector<int64_t> offsets_, bytes_;
 };
 
@@ -174,8 +166,8 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
 
   int64_t bytes = kernels.forward_scratch(shape);
   if (counters > 0) bytes = std::max(bytes, kernels.few_scratch(shape));
-  const Memory scratch(a.query, bytes, worker_count(count), a.op);
-  const Memory partial(a.query, counters > 0 ? kernels.few_partial(shape) : 0, partials, a.op);
+  const Scratch scratch(bytes, worker_count(count));
+  const Scratch partial(counters > 0 ? kernels.few_partial(shape) : 0, partials);
   const std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[static_cast<size_t>(counters)]());
 
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
@@ -199,14 +191,14 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
                                   o.head_stride,
                                   p.query_rows};
       if (f.chunks == 0) {
-        kernels.forward(args, item.block, scratch.at(worker));
+        kernels.forward(args, item.block, scratch.piece(worker));
         continue;
       }
       const int64_t first = f.partial + kv_head * f.chunks;
-      kernels.few_forward(args, item.block, partial.at(first + item.block - f.first_chunk), scratch.at(worker));
+      kernels.few_forward(args, item.block, partial.piece(first + item.block - f.first_chunk), scratch.piece(worker));
       // Whoever finishes last puts the chunks together, in their order.
       if (done[f.counter + kv_head].fetch_add(1, std::memory_order_acq_rel) == f.chunks - 1)
-        kernels.few_combine(args, partial.at(first), f.chunks);
+        kernels.few_combine(args, partial.piece(first), f.chunks);
     }
   });
   return {out, lse};
@@ -350,11 +342,11 @@ void run_backward(const Backward& b, const char* op) {
   }
   const auto count = static_cast<int64_t>(items.size());
   if (count == 0) return;
-  const Memory scratch(b.query.tensor, kernels.backward_scratch(p.shape), worker_count(count), op);
+  const Scratch scratch(kernels.backward_scratch(p.shape), worker_count(count));
   Turns turns(turn_count);
 
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
-    void* memory = scratch.at(worker);
+    void* memory = scratch.piece(worker);
     for (int64_t at; queue.take(at);) {
       const Item& item = items[static_cast<size_t>(at)];
       const AttentionSequence& s = p.sequences[static_cast<size_t>(item.sequence)].band;
@@ -391,11 +383,11 @@ void run_mask(const Backward& b, const char* op) {
   const int64_t count = checked_product({samples, heads, row_blocks, column_blocks}, op);
   if (count == 0) return;
   const int64_t acc_size = p.acc == ScalarType::Double ? 8 : 4, sum_bytes = kernels.block_q * width * acc_size;
-  const Memory scratch(b.query.tensor, kernels.backward_scratch(p.shape) + sum_bytes, worker_count(count), op);
+  const Scratch scratch(kernels.backward_scratch(p.shape) + sum_bytes, worker_count(count));
   const auto sequences = static_cast<int64_t>(p.sequences.size());
 
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
-    char *sum = scratch.at(worker), *memory = sum + sum_bytes;
+    char *sum = static_cast<char*>(scratch.piece(worker)), *memory = sum + sum_bytes;
     for (int64_t item; queue.take(item);) {
       const int64_t column = item % column_blocks * width, block = row_blocks - 1 - item / column_blocks % row_blocks;
       const int64_t index = item / column_blocks / row_blocks, sample = index / heads, mask_head = index % heads;

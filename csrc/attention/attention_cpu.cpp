@@ -39,9 +39,9 @@ namespace {
 
 int64_t padded(Dtype dtype, int64_t dim) { return dtype == Dtype::f64 ? round_up<double>(dim) : round_up<float>(dim); }
 
-template <template <class> class Memory>
+template <template <class> class Scratch>
 int64_t bytes_of(const AttentionShape& s) {
-  return s.dtype == Dtype::f64 ? Memory<double>(s, nullptr).elements * 8 : Memory<float>(s, nullptr).elements * 4;
+  return s.dtype == Dtype::f64 ? Scratch<double>(s, nullptr).bytes : Scratch<float>(s, nullptr).bytes;
 }
 
 void forward(const AttentionForward& p, int64_t query_block, void* scratch) {
