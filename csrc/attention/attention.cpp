@@ -176,20 +176,20 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
       const Sequence& s = p.sequences[static_cast<size_t>(item.sequence)];
       const Few& f = few[static_cast<size_t>(item.sequence)];
       const int64_t head = f.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
-      const AttentionForward args{shape,
-                                  s.band,
-                                  p.bias(s, head),
-                                  q.rows(s.batch, head, s.query_row),
-                                  k.rows(s.batch, kv_head, s.key_row),
-                                  v.rows(s.batch, kv_head, s.key_row),
-                                  o.mutable_rows(s.batch, head, s.query_row),
-                                  offset(lse, p.row(s, head)),
-                                  sink_row ? offset(*sink_row, head) : nullptr,
-                                  packed.address(item.sequence, kv_head),
-                                  f.chunks > 0 ? p.group : 1,
-                                  q.head_stride,
-                                  o.head_stride,
-                                  p.query_rows};
+      const AttentionForward args{.shape = shape,
+                                  .sequence = s.band,
+                                  .bias = p.bias(s, head),
+                                  .query = q.rows(s.batch, head, s.query_row),
+                                  .key = k.rows(s.batch, kv_head, s.key_row),
+                                  .value = v.rows(s.batch, kv_head, s.key_row),
+                                  .out = o.mutable_rows(s.batch, head, s.query_row),
+                                  .lse = offset(lse, p.row(s, head)),
+                                  .sinks = sink_row ? offset(*sink_row, head) : nullptr,
+                                  .packed = packed.address(item.sequence, kv_head),
+                                  .heads = f.chunks > 0 ? p.group : 1,
+                                  .query_head_stride = q.head_stride,
+                                  .out_head_stride = o.head_stride,
+                                  .lse_head_stride = p.query_rows};
       if (f.chunks == 0) {
         kernels.forward(args, item.block, scratch.piece(worker));
         continue;
@@ -253,25 +253,25 @@ struct Backward {
   AttentionBackward arguments(int32_t index, int64_t head) const {
     const Sequence& s = p.sequences[static_cast<size_t>(index)];
     const int64_t kv_head = head / p.group, row = p.row(s, head);
-    AttentionBackward args{p.shape,
-                           s.band,
-                           p.bias(s, head),
-                           is_few(p, kernels, s.band, op),
-                           grad_out.rows(s.batch, head, s.query_row),
-                           query.rows(s.batch, head, s.query_row),
-                           key.rows(s.batch, kv_head, s.key_row),
-                           value.rows(s.batch, kv_head, s.key_row),
-                           out.rows(s.batch, head, s.query_row),
-                           offset(lse, row),
-                           grad_lse ? offset(*grad_lse, row) : nullptr,
-                           grad_query.mutable_rows(s.batch, head, s.query_row),
-                           grad_key.mutable_rows(s.batch, kv_head, s.key_row),
-                           grad_value.mutable_rows(s.batch, kv_head, s.key_row),
-                           key_sum.mutable_rows(s.batch, kv_head, s.key_row),
-                           value_sum.mutable_rows(s.batch, kv_head, s.key_row),
-                           p.shape.need_slopes ? offset(distance, row) : nullptr,
-                           {nullptr, 0},
-                           packed.address(index, kv_head)};
+    AttentionBackward args{.shape = p.shape,
+                           .sequence = s.band,
+                           .bias = p.bias(s, head),
+                           .few = is_few(p, kernels, s.band, op),
+                           .grad_out = grad_out.rows(s.batch, head, s.query_row),
+                           .query = query.rows(s.batch, head, s.query_row),
+                           .key = key.rows(s.batch, kv_head, s.key_row),
+                           .value = value.rows(s.batch, kv_head, s.key_row),
+                           .out = out.rows(s.batch, head, s.query_row),
+                           .lse = offset(lse, row),
+                           .grad_lse = grad_lse ? offset(*grad_lse, row) : nullptr,
+                           .grad_query = grad_query.mutable_rows(s.batch, head, s.query_row),
+                           .grad_key = grad_key.mutable_rows(s.batch, kv_head, s.key_row),
+                           .grad_value = grad_value.mutable_rows(s.batch, kv_head, s.key_row),
+                           .key_sum = key_sum.mutable_rows(s.batch, kv_head, s.key_row),
+                           .value_sum = value_sum.mutable_rows(s.batch, kv_head, s.key_row),
+                           .distance = p.shape.need_slopes ? offset(distance, row) : nullptr,
+                           .grad_mask = {nullptr, 0},
+                           .packed = packed.address(index, kv_head)};
     if (own_mask) {
       const int64_t rows = grad_mask.size(2), columns = grad_mask.size(3);
       args.grad_mask = {offset(grad_mask, (s.index * p.heads + head) * rows * columns), columns};

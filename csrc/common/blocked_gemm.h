@@ -12,7 +12,7 @@
 #pragma once
 
 #include "gemm.h"
-#include "product.h"
+#include "products.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -22,6 +22,8 @@ namespace {
 // inlined before.
 #define SK_PREFETCHING __attribute__((always_inline))
 
+// Blocks of C, in elements.
+constexpr int64_t kBlockRows = 96, kBlockColumns = 512;
 template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
 // Terms of a sum in a row: an LSTM of 129 inputs has twice torch's error with 64.
@@ -36,8 +38,6 @@ constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
 constexpr int64_t kStagedA = kBlockRows * kBlockDepth;
 template <class A>
 constexpr int64_t kBlockC = kBlockRows * (kBlockColumns + kPad<A>);
-
-constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
 
 // Calls f with an element of the type, one of those that share the accumulation type A.
 template <class A, class F>
@@ -78,21 +78,21 @@ void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t c
 
 // Row k of a source whose rows lie as such; null: zeros, or there is none.
 template <class T>
-SK_INLINE const T* source_row(const Packing& b, int64_t k) {
+SK_INLINE const T* source_row(const Matrix& b, int64_t k) {
   if (k >= b.depth) return nullptr;
   if (b.rows) return static_cast<const T*>(b.rows[k]);
   const int64_t row = k + b.first_row < b.depth ? k + b.first_row : k + b.first_row - b.depth;
-  return static_cast<const T*>(b.source) + row * b.k_stride;
+  return static_cast<const T*>(b.data) + row * b.k_stride;
 }
 // Row k, with what follows it in a unit, as load_rows() takes them.
 template <class T>
-SK_INLINE auto rows_from(const Packing& b, int64_t k) {
+SK_INLINE auto rows_from(const Matrix& b, int64_t k) {
   return [&b, k](int64_t i) { return source_row<T>(b, k + i); };
 }
 
 // Rows [k, k + depth) of one panel, which begins at `packed`; k is a unit's first row.
 template <class T>
-void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
+void pack_rows(const Matrix& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
   const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups, side = tile_vectors(p.groups) * W<A>;
   const int64_t vectors = width / W<A>, all = padded_units(p.depth);
@@ -115,7 +115,7 @@ void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<
     for (int64_t i = units(depth); i < all - units(k); ++i)
       for (int64_t v = 0; v < vectors; ++v) store(row(v, i), Vec<A>{});
   if (!p.rows && p.n_stride != 1) {
-    const T* source = static_cast<const T*>(p.source) + k;
+    const T* source = static_cast<const T*>(p.data) + k;
     for (int64_t v = 0; v < vectors; ++v)
       pack_transposed(source + parts[v].column * p.n_stride, p.n_stride, depth, parts[v].count,
                       [&](int64_t i) { return row(v, i); });
@@ -129,18 +129,17 @@ void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<
 
 // Work item: one panel over kBlockDepth units, `item` counting these fastest.
 template <class T>
-void pack_item(const Packing& p, int64_t item) {
+void pack_item(const Matrix& p, void* packed, int64_t item) {
   using A = acc_t<T>;
   const int64_t slice = kBlockDepth * kTerms, slices = (p.depth + slice - 1) / slice;
   const int64_t panel = item / slices, k = item % slices * slice;
   const int64_t depth = p.depth - k < slice ? p.depth - k : slice;
-  pack_rows<T>(p, panel, k, depth,
-               static_cast<A*>(p.packed) + panel * padded_units(p.depth) * panel_width<A>(p.groups));
+  pack_rows<T>(p, panel, k, depth, static_cast<A*>(packed) + panel * padded_units(p.depth) * panel_width<A>(p.groups));
 }
 
 // A whole panel, where it is needed, instead of all of them before.
 template <class A>
-void pack_panel(const Packing& p, int64_t panel, A* packed) {
+void pack_panel(const Matrix& p, int64_t panel, A* packed) {
   by_element<A>(p.dtype, [&](auto t) { pack_rows<decltype(t)>(p, panel, 0, p.depth, packed); });
 }
 

@@ -128,3 +128,28 @@ SK_INLINE void store_numbers(A* row, int64_t at, Vec<A> v, int64_t n) {
 }  // namespace
 }  // namespace SK_TIER
 }  // namespace seqkern
+
+#if defined(SK_PAIRS)
+// Runs a statement with `T` bound to the element type, which is that of the layer or of its accumulators.
+#define SK_BY_TYPE(dtype, ...) \
+  if (dtype == Dtype::f32) {   \
+    using T = float;           \
+    __VA_ARGS__;               \
+  } else {                     \
+    using T = BFloat16;        \
+    __VA_ARGS__;               \
+  }
+// Evaluates an expression in the accumulation type `A`.
+#define SK_BY_ACC(dtype, ...) \
+  using A = float;            \
+  return __VA_ARGS__
+#else
+#define SK_BY_TYPE SK_DISPATCH
+#define SK_BY_ACC(dtype, ...) \
+  if (dtype == Dtype::f64) {  \
+    using A = double;         \
+    return __VA_ARGS__;       \
+  }                           \
+  using A = float;            \
+  return __VA_ARGS__
+#endif

@@ -13,7 +13,7 @@ namespace {
 
 template <class A>
 struct BackwardState {
-  int64_t h_stride, c_stride, elements;
+  int64_t h_stride, c_stride, bytes;
   A *dh, *direct, *dc;  // direct: the part of dh that does not go through the gates
   A *dh_hat, *dh_wide;  // wide turns: gradients of what a projection gives and of what it takes
   A* dh_operand;        // wide turns: dh_hat as an operand, and
@@ -23,12 +23,8 @@ struct BackwardState {
   BackwardState(const RnnLayer& l, int64_t rows, void* memory) {
     h_stride = panel_stride<A>(l.width);
     c_stride = panel_stride<A>(l.hidden);
-    A* next = static_cast<A*>(memory);
-    const auto take = [&](int64_t count, int64_t stride) {
-      A* const at = next;
-      next += count * stride;
-      return at;
-    };
+    Pieces pieces(memory);
+    const auto take = [&](int64_t count, int64_t stride) SK_INLINED { return pieces.take<A>(count * stride); };
     const int64_t wide = l.norm || l.project ? rows : 0;
     dh = take(rows, h_stride);
     direct = take(rows, h_stride);
@@ -40,7 +36,7 @@ struct BackwardState {
     if (kTerms == 1) operand = h_stride;
     c_new = take(wide > 0, c_stride);
     d_o = take(wide > 0, c_stride);
-    elements = next - static_cast<A*>(memory);
+    bytes = pieces.bytes();
   }
 };
 
@@ -158,7 +154,7 @@ struct Backward {
     if (!Plain && (l.norm || l.project)) {
       if (count > 0) {
         const RowTiles tiles(count);
-        few_rows_product(count, P, depth, d, d_stride, packed, state.dh_hat, state.h_stride);
+        packed_rows_product(count, P, depth, d, d_stride, packed, state.dh_hat, state.h_stride);
         carry(t, count, 0, P, 0, H, state.dh_hat, state.h_stride);
       }
       change(count, next, 0, P, 0, H);
@@ -280,8 +276,8 @@ struct Backward {
       dh_wide = state.dh_wide, stride = state.c_stride;
       if constexpr (kTerms > 1) as_operand(count, P, state.dh_hat, state.h_stride, state.dh_operand, state.operand);
       const RowTiles tiles(count);
-      few_rows_product(count, H, units(P), state.dh_operand, state.operand,
-                       static_cast<const A*>(p.direction.packed_w_hr), dh_wide, stride);
+      packed_rows_product(count, H, units(P), state.dh_operand, state.operand,
+                          static_cast<const A*>(p.direction.packed_w_hr), dh_wide, stride);
     }
     for (int64_t i = 0; i < count; ++i) {
       const BackwardRow<A>& r = table[i];
@@ -351,7 +347,7 @@ int64_t backward_panels(const RnnLayer& l) {
 template <class A>
 int64_t backward_scratch(const RnnLayer& l, int64_t rows) {
   const int64_t table = row_table_size<BackwardRow<A>, A>(rows);
-  if (packs_on_the_way_back(l)) return table + rows * kSlicePanels<A> * kPanel<A> + kSliceScratch<A>;
+  if (packs_on_the_fly_back(l)) return table + rows * kSlicePanels<A> * kPanel<A> + kSliceScratch<A>;
   return table + (rows > 2 ? rows : 2) * kTilePanels<kGemmVecs> * kPanel<A>;
 }
 

@@ -1,5 +1,5 @@
 // Products of a few rows, for the loops over the steps, in vectors of units: with packed panels, and with weights as
-// they lie. Depths and the distance of an operand's rows are in units (operand.h), but for that of a Packing's source.
+// they lie. Depths and the distance of an operand's rows are in units (operand.h), but for that of a Matrix.
 #pragma once
 
 #include "blocked_gemm.h"
@@ -129,7 +129,7 @@ void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t 
 
 // The same for whole panels; bit for bit what packed panels give, in their order.
 template <class T>
-void one_row_products_of(const Packing& b, int64_t first_panel, int64_t panels, const acc_t<T>* a, acc_t<T>* c) {
+void one_row_products_of(const Matrix& b, int64_t first_panel, int64_t panels, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
   const int64_t vectors = panel_width<A>(b.groups) / W<A>, group = b.columns / b.groups;
   for (int64_t i = 0; i < panels * vectors; ++i) {
@@ -137,12 +137,12 @@ void one_row_products_of(const Packing& b, int64_t first_panel, int64_t panels, 
     const int64_t column = b.groups == 1 ? (panel * vectors + v) * W<A> : v * group + panel * W<A>;
     const int64_t left = b.groups == 1 ? b.columns - column : group - panel * W<A>;
     const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
-    column_products<T>(static_cast<const T*>(b.source) + (count > 0 ? column * b.n_stride : 0), count, b.n_stride,
+    column_products<T>(static_cast<const T*>(b.data) + (count > 0 ? column * b.n_stride : 0), count, b.n_stride,
                        b.depth, a, c + i * W<A>);
   }
 }
 template <class A>
-void one_row_products(const Packing& b, int64_t first_panel, int64_t panels, const A* a, A* c) {
+void one_row_products(const Matrix& b, int64_t first_panel, int64_t panels, const A* a, A* c) {
   by_element<A>(b.dtype, [&](auto t) { one_row_products_of<decltype(t)>(b, first_panel, panels, a, c); });
 }
 
@@ -153,7 +153,7 @@ int64_t unpacked_scratch(int64_t, int64_t depth, int64_t width) {
   return units(depth) * width;
 }
 template <class A, int TV, class Before>
-SK_INLINE void unpacked_products(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const A* a,
+SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_panel, int64_t panels, const A* a,
                                  int64_t lda, A* c, int64_t ldc, A* packed, const Before& before) {
   if (rows == 0) return;
   if (rows == 1) {
@@ -176,7 +176,7 @@ constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kPanelSlice;
 
 // Units [k, k + depth) of `panels` panels of a row-major B.
 template <class T>
-void pack_slice(const Packing& b, int64_t first_panel, int64_t panels, int64_t k, int64_t depth, acc_t<T>* packed) {
+void pack_slice(const Matrix& b, int64_t first_panel, int64_t panels, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
   const int64_t begin = first_panel * kPanel<A>;
   for (int64_t i = 0; i < depth; ++i) {
@@ -193,8 +193,8 @@ void pack_slice(const Packing& b, int64_t first_panel, int64_t panels, int64_t k
 // The same times one row of A, without a copy: four units of B at a time, sums in L1. `columns` of them, whole vectors
 // of c.
 template <class T>
-void multiply_slice(const Packing& b, int64_t first_column, int64_t columns, int64_t k, int64_t depth,
-                    const acc_t<T>* a, acc_t<T>* c, bool accumulate, acc_t<T>* sums) {
+void multiply_slice(const Matrix& b, int64_t first_column, int64_t columns, int64_t k, int64_t depth, const acc_t<T>* a,
+                    acc_t<T>* c, bool accumulate, acc_t<T>* sums) {
   using A = acc_t<T>;
   const auto rows = [&](auto count, int64_t i) {
     constexpr int kRows = decltype(count)::value;
@@ -223,7 +223,7 @@ void multiply_slice(const Packing& b, int64_t first_column, int64_t columns, int
 
 // C (+)= A B for up to kSlicePanels panels of a row-major B; bit for bit what packed panels give.
 template <class T>
-void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t lda, const Packing& b,
+void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t lda, const Matrix& b,
                        int64_t first_panel, acc_t<T>* c, int64_t ldc, acc_t<T>* slice) {
   using A = acc_t<T>;
   const int64_t first = first_panel * kPanel<A>, left = b.columns - first, width = panels * kPanel<A>;
@@ -242,7 +242,7 @@ void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t 
   }
 }
 template <class A>
-void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Packing& b, int64_t first_panel, A* c,
+void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Matrix& b, int64_t first_panel, A* c,
                     int64_t ldc, A* slice) {
   by_element<A>(b.dtype,
                 [&](auto t) { slice_products_of<decltype(t)>(rows, panels, a, lda, b, first_panel, c, ldc, slice); });

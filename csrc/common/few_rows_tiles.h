@@ -93,41 +93,7 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
   panel_products_beside<NV>(rows, panels, depth, a, lda, b, c, ldc, c_panel, NoOther{});
 }
 
-// ---- products with the input ----------------------------------------------------------------------------------------
-
-// Panels whose weights stay in L2 while all tokens go by.
-constexpr int64_t kInputBytes = 768 << 10;
-constexpr int64_t input_stride(int64_t inputs) { return padded_units(inputs) + 16; }
-constexpr int64_t input_scratch(int64_t inputs) { return 32 * input_stride(inputs); }
-
-// Rows of zx, NV tiles wide, one panel panel_stride after the other: x W_ih + bias, 32 tokens at a time. begin() goes
-// back to the first token, next() returns the row of x of the next one; bias_of(panel, sums) fills in a panel's. zx has
-// room for whole blocks of 32 rows.
-template <int NV, class Begin, class Next, class BiasOf>
-void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, const Next& next, const float* packed,
-                          int64_t panel_begin, int64_t panel_end, bool has_bias, const BiasOf& bias_of, float* zx,
-                          int64_t panel_stride, float* staged) {
-  const TileConfiguration configuration;
-  const int64_t depth = padded_units(inputs), steps = depth / 16, stride = input_stride(inputs);
-  const int64_t size = depth * NV * 16, most = kInputBytes / (size * 4), group = most < 1 ? 1 : most;
-  alignas(64) float bias[NV * 16];
-  for (int64_t first = panel_begin; first < panel_end; first += group) {
-    const int64_t past = panel_end - first < group ? panel_end : first + group;
-    begin();
-    for (int64_t token = 0; token < tokens; token += 32) {
-      const int64_t some = tokens - token < 32 ? tokens - token : 32;
-      for (int64_t r = 0; r < some; ++r) as_operand_row(next(), inputs, staged + r * stride);
-      for (int64_t q = first; q < past; ++q) {
-        if (has_bias) bias_of(q, bias);
-        panel_block<NV>(0, some > 16 ? 16 : 0, steps, staged, stride, packed + q * size,
-                        zx + q * panel_stride + token * NV * 16, NV * 16, {has_bias ? bias : nullptr, 0});
-      }
-    }
-  }
-}
-
-// ---- weights as they lie
-// ---------------------------------------------------------------------------------------------
+// ---- weights as they lie --------------------------------------------------------------------------------------------
 
 // C = A B for panels of a B whose columns lie as rows of numbers: C^T = B^T A^T, where B^T's rows are left tiles as
 // they lie and A^T's pairs are right ones, made in scratch of unpacked_scratch().
@@ -163,7 +129,7 @@ SK_INLINE void column_tiles(const At& at, const Count& count, int64_t n_stride, 
 }
 
 template <int NV, class T>
-void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const float* a,
+void unpacked_products_of(int64_t rows, const Matrix& b, int64_t first_panel, int64_t panels, const float* a,
                           int64_t lda, float* c, int64_t ldc, float* scratch) {
   const int64_t depth = padded_units(b.depth), tiles = (rows + 15) / 16, group = b.columns / b.groups;
   float *copies = scratch + tiles * depth * 16, *sums = copies + NV * 256;
@@ -183,7 +149,7 @@ void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, i
       return left < 0 ? 0 : left < 16 ? left : int64_t{16};
     };
     const auto at = [&](int64_t v) {
-      return static_cast<const T*>(b.source) + (count(v) > 0 ? column(v) * b.n_stride : 0);
+      return static_cast<const T*>(b.data) + (count(v) > 0 ? column(v) * b.n_stride : 0);
     };
     for (int64_t tile = 0; tile < tiles; ++tile) {
       column_tiles<NV, T>(at, count, b.n_stride, b.depth, scratch + tile * depth * 16, copies, sums);
@@ -199,7 +165,7 @@ void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, i
 }
 
 template <class A, int TV, class Before>
-SK_INLINE void unpacked_products(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const A* a,
+SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_panel, int64_t panels, const A* a,
                                  int64_t lda, A* c, int64_t ldc, A* scratch, const Before& before) {
   if (rows == 0) return;
   before(0, rows);
@@ -221,7 +187,7 @@ constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kSliceUnits;
 
 // C = A B for up to kSlicePanels panels of a row-major B, and up to 32 rows.
 template <class A>
-void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Packing& b, int64_t first_panel, A* c,
+void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Matrix& b, int64_t first_panel, A* c,
                     int64_t ldc, A* slice) {
   const int64_t all = padded_units(b.depth);
   by_element<A>(b.dtype, [&](auto t) {
