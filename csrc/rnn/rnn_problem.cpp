@@ -170,7 +170,7 @@ RnnProblem::RnnProblem(const RnnArguments& a)
            .cell = cell,
            .steps = steps,
            .batch = batch,
-           .inputs = inputs,
+           .inputs = has_w_ih ? inputs : 0,
            .hidden = hidden,
            .width = width,
            .norm = has_norm,
