@@ -425,38 +425,40 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const st
   const AttentionKernels& kernels = kernels_for(shape);
   const auto sequences = static_cast<int64_t>(p.sequences.size());
 
-  Gradients g{p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
-              p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
-              p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
-              need_mask ? empty(a.query, {p.mask->size(0), p.mask->size(1), p.mask->size(2), p.mask->size(3)},
+  Gradients g{
+      .query = p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
+      .key = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
+      .value = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
+      .mask = need_mask ? empty(a.query, {p.mask->size(0), p.mask->size(1), p.mask->size(2), p.mask->size(3)},
                                 p.mask->scalar_type())
                         : empty(a.query, {0}, p.type),
-              need_slopes ? empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc) : empty(a.query, {0}, p.acc)};
+      .distance = need_slopes ? empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc) : empty(a.query, {0}, p.acc)};
   const auto sum_memory = [&](const Tensor& grad, int64_t dim) {
     const int64_t width = kernels.padded(shape.dtype, dim);
     return p.type == p.acc && width == dim ? grad : empty(a.query, {p.batch, p.kv_heads, p.key_rows, width}, p.acc);
   };
   const bool own_mask = need_mask && p.mask->size(0) == sequences && p.mask->size(1) == p.heads;
   const Heads key(a.key), value(a.value);
-  const Backward b{p,
-                   kernels,
-                   Heads(grad_out),
-                   Heads(a.query),
-                   key,
-                   value,
-                   Heads(out),
-                   as_contiguous(lse),
-                   grad_lse ? std::optional(as_contiguous(*grad_lse)) : std::nullopt,
-                   Heads(g.query),
-                   Heads(g.key),
-                   Heads(g.value),
-                   Heads(sum_memory(g.key, shape.head_dim)),
-                   Heads(sum_memory(g.value, shape.value_dim)),
-                   g.mask,
-                   g.distance,
-                   op,
-                   own_mask,
-                   Packed(p, kernels, key, value, true, [](const AttentionSequence& s) { return s.queries > 0; }, op)};
+  const Backward b{
+      .p = p,
+      .kernels = kernels,
+      .grad_out = Heads(grad_out),
+      .query = Heads(a.query),
+      .key = key,
+      .value = value,
+      .out = Heads(out),
+      .lse = as_contiguous(lse),
+      .grad_lse = grad_lse ? std::optional(as_contiguous(*grad_lse)) : std::nullopt,
+      .grad_query = Heads(g.query),
+      .grad_key = Heads(g.key),
+      .grad_value = Heads(g.value),
+      .key_sum = Heads(sum_memory(g.key, shape.head_dim)),
+      .value_sum = Heads(sum_memory(g.value, shape.value_dim)),
+      .grad_mask = g.mask,
+      .distance = g.distance,
+      .op = op,
+      .own_mask = own_mask,
+      .packed = Packed(p, kernels, key, value, true, [](const AttentionSequence& s) { return s.queries > 0; }, op)};
   zero_unseen(b);
   if (p.heads > 0) run_backward(b, op);
   if (need_mask && !own_mask) run_mask(b, op);
@@ -471,8 +473,25 @@ std::tuple<Tensor, Tensor> attention_fwd(
     const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& sinks, const std::optional<Tensor>& seed, int64_t max_queries, int64_t max_keys,
     int64_t diagonal, bool lower_right, int64_t left, int64_t right, double scale, double softcap, double dropout_p) {
-  return forward({"attention_fwd", query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
-                  seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p},
+  return forward({.op = "attention_fwd",
+                  .query = query,
+                  .key = key,
+                  .value = value,
+                  .attn_mask = attn_mask,
+                  .query_starts = query_starts,
+                  .key_starts = key_starts,
+                  .key_lengths = key_lengths,
+                  .alibi_slopes = alibi_slopes,
+                  .seed = seed,
+                  .max_queries = max_queries,
+                  .max_keys = max_keys,
+                  .diagonal = diagonal,
+                  .lower_right = lower_right,
+                  .left = left,
+                  .right = right,
+                  .scale = scale,
+                  .softcap = softcap,
+                  .dropout_p = dropout_p},
                  sinks);
 }
 
@@ -483,10 +502,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& seed, int64_t max_queries, int64_t max_keys, int64_t diagonal, bool lower_right,
     int64_t left, int64_t right, double scale, double softcap, double dropout_p, bool need_mask, bool need_slopes) {
-  const Gradients g =
-      backward({"attention_bwd", query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
-                seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p},
-               grad_out, grad_lse, out, lse, need_mask, need_slopes);
+  const Gradients g = backward({.op = "attention_bwd",
+                                .query = query,
+                                .key = key,
+                                .value = value,
+                                .attn_mask = attn_mask,
+                                .query_starts = query_starts,
+                                .key_starts = key_starts,
+                                .key_lengths = key_lengths,
+                                .alibi_slopes = alibi_slopes,
+                                .seed = seed,
+                                .max_queries = max_queries,
+                                .max_keys = max_keys,
+                                .diagonal = diagonal,
+                                .lower_right = lower_right,
+                                .left = left,
+                                .right = right,
+                                .scale = scale,
+                                .softcap = softcap,
+                                .dropout_p = dropout_p},
+                               grad_out, grad_lse, out, lse, need_mask, need_slopes);
   return {g.query, g.key, g.value, g.mask, g.distance};
 }
 

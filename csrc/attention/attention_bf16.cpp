@@ -431,26 +431,28 @@ int64_t bytes_of(const AttentionShape& s) {
 
 }  // namespace
 
-const AttentionKernels attention_bf16_kernels = {kBlockQ,
-                                                 kBlockK,
-                                                 padded,
-                                                 pack_bytes,
-                                                 pack,
-                                                 forward_scratch,
-                                                 backward_scratch,
-                                                 forward,
-                                                 kFewRows,
-                                                 kFewKeys,
-                                                 bytes_of<FewScratch<float>>,
-                                                 bytes_of<FewPartial<float>>,
-                                                 few_chunk<BFloat16>,
-                                                 few_combine_rows<BFloat16>,
-                                                 backward_begin,
-                                                 backward_scores,
-                                                 backward_keys,
-                                                 backward_end,
-                                                 mask_sum,
-                                                 mask_write};
+const AttentionKernels attention_bf16_kernels = {
+    .block_q = kBlockQ,
+    .block_k = kBlockK,
+    .padded = padded,
+    .pack_bytes = pack_bytes,
+    .pack = pack,
+    .forward_scratch = forward_scratch,
+    .backward_scratch = backward_scratch,
+    .forward = forward,
+    .few_rows = kFewRows,
+    .few_keys = kFewKeys,
+    .few_scratch = bytes_of<FewScratch<float>>,
+    .few_partial = bytes_of<FewPartial<float>>,
+    .few_forward = few_chunk<BFloat16>,
+    .few_combine = few_combine_rows<BFloat16>,
+    .backward_begin = backward_begin,
+    .backward_scores = backward_scores,
+    .backward_keys = backward_keys,
+    .backward_end = backward_end,
+    .mask_sum = mask_sum,
+    .mask_write = mask_write,
+};
 
 }  // namespace SK_TIER
 }  // namespace seqkern

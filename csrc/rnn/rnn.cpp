@@ -26,9 +26,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
     const Tensors& b_ih, const Tensors& b_hh, const Tensors& w_hr, const Tensors& peephole, const Tensors& norm,
     const MaybeTensor& lengths, const MaybeTensor& resets, const MaybeTensor& recurrent_mask, const MaybeTensor& seed,
     double zoneout_h, double zoneout_c, double eps, int64_t cell, bool reverse, bool keep) {
-  const RnnProblem p({"rnn_fwd", input,     h0,        c0,   w_ih,    w_hh,   b_ih,
-                      b_hh,      w_hr,      peephole,  norm, lengths, resets, recurrent_mask,
-                      seed,      zoneout_h, zoneout_c, eps,  cell,    reverse});
+  const RnnProblem p({.op = "rnn_fwd",
+                      .input = input,
+                      .h0 = h0,
+                      .c0 = c0,
+                      .w_ih = w_ih,
+                      .w_hh = w_hh,
+                      .b_ih = b_ih,
+                      .b_hh = b_hh,
+                      .w_hr = w_hr,
+                      .peephole = peephole,
+                      .norm = norm,
+                      .lengths = lengths,
+                      .resets = resets,
+                      .recurrent_mask = recurrent_mask,
+                      .seed = seed,
+                      .zoneout_h = zoneout_h,
+                      .zoneout_c = zoneout_c,
+                      .eps = eps,
+                      .cell = cell,
+                      .reverse = reverse});
   const bool lstm = p.cell == Cell::lstm;
   const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;
   Tensor output = empty(p.input, {T, B, D * P}, p.type);
@@ -128,9 +145,26 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
                    double zoneout_h, double zoneout_c, double eps, int64_t cell, bool reverse, const Tensor& output,
                    const Tensor& cells, const Tensor& gates, const Tensor& products, bool need_input,
                    bool need_weights) {
-  const RnnProblem p({"rnn_bwd", input,     h0,        c0,   w_ih,    w_hh,   b_ih,
-                      b_hh,      w_hr,      peephole,  norm, lengths, resets, recurrent_mask,
-                      seed,      zoneout_h, zoneout_c, eps,  cell,    reverse});
+  const RnnProblem p({.op = "rnn_bwd",
+                      .input = input,
+                      .h0 = h0,
+                      .c0 = c0,
+                      .w_ih = w_ih,
+                      .w_hh = w_hh,
+                      .b_ih = b_ih,
+                      .b_hh = b_hh,
+                      .w_hr = w_hr,
+                      .peephole = peephole,
+                      .norm = norm,
+                      .lengths = lengths,
+                      .resets = resets,
+                      .recurrent_mask = recurrent_mask,
+                      .seed = seed,
+                      .zoneout_h = zoneout_h,
+                      .zoneout_c = zoneout_c,
+                      .eps = eps,
+                      .cell = cell,
+                      .reverse = reverse});
   const char* op = p.op;
   const bool lstm = p.cell == Cell::lstm;
   const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;

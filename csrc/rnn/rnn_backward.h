@@ -77,17 +77,17 @@ struct Backward {
 
   SK_INLINE BackwardRow<A> row_at(int64_t t, int64_t i) const {
     const int64_t row = rows.row(i), place = t * l.batch + row, saved = p.by_token ? rows.token(t, i) : place;
-    BackwardRow<A> r{at(p.gates, saved * R * H),
-                     nullptr,
-                     at(p.grad_cells, place * H),
-                     nullptr,
-                     0,
-                     place * p.output_stride,
-                     static_cast<Number<A>*>(p.grad_z) + rows.token(t, i) * p.grad_z_stride,
-                     state.dh + i * state.h_stride,
-                     state.direct + i * state.h_stride,
-                     state.dc + i * state.c_stride,
-                     p.sums ? static_cast<A*>(p.sums) + row * p.sum_columns : nullptr};
+    BackwardRow<A> r{.gates = at(p.gates, saved * R * H),
+                     .c_prev = nullptr,
+                     .grad_cells = at(p.grad_cells, place * H),
+                     .h_prev = nullptr,
+                     .h_prev_at = 0,
+                     .grad_output = place * p.output_stride,
+                     .grad_z = static_cast<Number<A>*>(p.grad_z) + rows.token(t, i) * p.grad_z_stride,
+                     .dh = state.dh + i * state.h_stride,
+                     .direct = state.direct + i * state.h_stride,
+                     .dc = state.dc + i * state.c_stride,
+                     .sums = p.sums ? static_cast<A*>(p.sums) + row * p.sum_columns : nullptr};
     if ((kLstm || kGru) && !rows.reset(t, i)) {
       const int64_t previous = rows.previous(t, i);
       if (kLstm) {

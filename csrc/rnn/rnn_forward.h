@@ -116,15 +116,15 @@ struct Forward {
 
   SK_INLINE ForwardRow<A> row_at(int64_t t, int64_t i, int parity) const {
     const int64_t row = rows.row(i), place = t * l.batch + row;
-    return {zx_of(t, i),
-            at(p.gates, place * R * H),
-            at(p.cells, place * H),
-            state.c + i * state.c_stride,
-            state.h[parity ^ 1] + i * state.h_stride,
-            state.plain_h + i * state.plain_stride,
-            kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
-            mask_row(row),
-            place * p.output_stride};
+    return {.zx = zx_of(t, i),
+            .gates = at(p.gates, place * R * H),
+            .cells = at(p.cells, place * H),
+            .c = state.c + i * state.c_stride,
+            .h_next = state.h[parity ^ 1] + i * state.h_stride,
+            .plain_h = state.plain_h + i * state.plain_stride,
+            .h = kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
+            .mask = mask_row(row),
+            .output = place * p.output_stride};
   }
 
   // The gates and c~ of W units from the sums; returns h^ (GRU, RNN), or c~ with o in `o`. zx, zh: of these units, the
