@@ -21,10 +21,10 @@ template <class A>
 SK_INLINE int64_t panel_stride(int64_t columns) {
   return (columns + kPanel<A> - 1) / kPanel<A> * kPanel<A> + kPad<A>;
 }
-// Of an operand's rows of so many numbers, in units; whole vectors of numbers can be stored to them.
+// Of an operand's rows of so many numbers, in words; whole vectors of numbers can be stored to them.
 template <class A>
 SK_INLINE int64_t operand_stride(int64_t numbers) {
-  return panel_stride<A>(units(round_up<A>(numbers)));
+  return panel_stride<A>(words(round_up<A>(numbers)));
 }
 
 // Rows of `depth` numbers, lda apart, as an operand.

@@ -22,7 +22,7 @@ int64_t row_stride(Dtype dtype, int64_t columns) {
 }
 
 int64_t packed_bytes(const Matrix& b) {
-  SK_BY_ACC(b.dtype, padded_units(b.depth) * panel_count<A>(b.columns, b.groups) * panel_width<A>(b.groups) *
+  SK_BY_ACC(b.dtype, padded_words(b.depth) * panel_count<A>(b.columns, b.groups) * panel_width<A>(b.groups) *
                          static_cast<int64_t>(sizeof(A)));
 }
 int64_t pack_items(const Matrix& b) {

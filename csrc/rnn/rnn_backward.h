@@ -149,7 +149,7 @@ struct Backward {
       const auto* numbers = static_cast<const Number<A>*>(l.norm ? p.grad_zh : p.grad_z) + (l.norm ? 0 : kPart * H);
       d = reinterpret_cast<const A*>(numbers + rows.token(t, 0) * p.grad_z_stride);
     }
-    const int64_t d_stride = rows.share.stride * p.grad_z_stride / kTerms, depth = units(G * H);
+    const int64_t d_stride = rows.share.stride * p.grad_z_stride / kTerms, depth = words(G * H);
     const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
     if (!Plain && (l.norm || l.project)) {
       if (count > 0) {
@@ -172,7 +172,7 @@ struct Backward {
       const int64_t stride = group * kPanel<A>;
       if (packed)
         panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride,
-                                     packed + panel * padded_units(G * H) * kPanel<A>, products, stride, kPanel<A>,
+                                     packed + panel * padded_words(G * H) * kPanel<A>, products, stride, kPanel<A>,
                                      [&](int64_t i0, int64_t i1) SK_PREFETCHING {
                                        for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
                                      });
@@ -276,7 +276,7 @@ struct Backward {
       dh_wide = state.dh_wide, stride = state.c_stride;
       if constexpr (kTerms > 1) as_operand(count, P, state.dh_hat, state.h_stride, state.dh_operand, state.operand);
       const RowTiles tiles(count);
-      packed_rows_product(count, H, units(P), state.dh_operand, state.operand,
+      packed_rows_product(count, H, words(P), state.dh_operand, state.operand,
                           static_cast<const A*>(p.direction.packed_w_hr), dh_wide, stride);
     }
     for (int64_t i = 0; i < count; ++i) {

@@ -220,14 +220,14 @@ struct Forward {
     int64_t stride;
   };
   SK_INLINE const A* packed_panel(int64_t panel) const {
-    return static_cast<const A*>(p.direction.packed_w_hh) + panel * padded_units(P) * NV * W<A>;
+    return static_cast<const A*>(p.direction.packed_w_hh) + panel * padded_words(P) * NV * W<A>;
   }
   template <class Before>
   SK_INLINE void unit_products(int64_t count, const Group& g, int parity, const Before& before) const {
     if (!p.direction.packed_w_hh)
       return unpacked_products<A, TV>(count, p.direction.w_hh, g.panel, g.panels, state.h[parity], state.h_stride,
                                       g.products, g.stride, g.products + rows.share.rows * group_size<A>(), before);
-    panel_products<A, TV>(count, g.panels * kParts, units(P), state.h[parity], state.h_stride, packed_panel(g.panel),
+    panel_products<A, TV>(count, g.panels * kParts, words(P), state.h[parity], state.h_stride, packed_panel(g.panel),
                           g.products, g.stride, TV * W<A>, before);
   }
   // Whether zx lies by panels.
@@ -299,7 +299,7 @@ struct Forward {
       unit_products(count, now, parity, ahead(now));
       for (int64_t g = 1; g < groups; ++g) {
         const Group after = at_group(g, g & 1 ? other_products : products);
-        const int64_t calls = panel_steps(count, after.panels, units(P));
+        const int64_t calls = panel_steps(count, after.panels, words(P));
         int64_t i = 0, credit = 0;
         Vec<A> c_new, o;
         const auto cells = [&] {
@@ -314,7 +314,7 @@ struct Forward {
             fetch(table[i], after.begin);
           }
         };
-        panel_products_beside<TV>(count, after.panels, units(P), state.h[parity], state.h_stride,
+        panel_products_beside<TV>(count, after.panels, words(P), state.h[parity], state.h_stride,
                                   packed_panel(after.panel), after.products, stride, TV * W<A>, cells);
         if constexpr (kLstm) second_half(now, t, count - 1, table[count - 1], c_new, o);
         end(now);
@@ -445,7 +445,7 @@ struct Forward {
         for (int64_t u = 0; u < H; u += W<A>)
           store_numbers(state.h_wide + i * state.wide_stride, u, load_upto(h_hat + i * h_hat_stride + u, H - u), H - u);
       const RowTiles tiles(count);
-      packed_rows_product(count, P, units(H), state.h_wide, state.wide_stride,
+      packed_rows_product(count, P, words(H), state.h_wide, state.wide_stride,
                           static_cast<const A*>(p.direction.packed_w_hr), state.h_hat, state.plain_stride);
       h_hat = state.h_hat, h_hat_stride = state.plain_stride;
     }

@@ -10,7 +10,7 @@ namespace {
 
 // Panels whose weights stay in L2 while all tokens go by.
 constexpr int64_t kInputBytes = 768 << 10;
-constexpr int64_t input_stride(int64_t inputs) { return padded_units(inputs) + 16; }
+constexpr int64_t input_stride(int64_t inputs) { return padded_words(inputs) + 16; }
 constexpr int64_t input_scratch(int64_t inputs) { return 32 * input_stride(inputs); }
 
 // Rows of zx, NV tiles wide, one panel panel_stride after the other: x W_ih + bias, 32 tokens at a time. begin() goes
@@ -21,7 +21,7 @@ void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, co
                           int64_t panel_begin, int64_t panel_end, bool has_bias, const BiasOf& bias_of, float* zx,
                           int64_t panel_stride, float* staged) {
   const TileConfiguration configuration;
-  const int64_t depth = padded_units(inputs), steps = depth / 16, stride = input_stride(inputs);
+  const int64_t depth = padded_words(inputs), steps = depth / 16, stride = input_stride(inputs);
   const int64_t size = depth * NV * 16, most = kInputBytes / (size * 4), group = most < 1 ? 1 : most;
   alignas(64) float bias[NV * 16];
   for (int64_t first = panel_begin; first < panel_end; first += group) {

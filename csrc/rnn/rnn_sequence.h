@@ -1,6 +1,6 @@
 // What the loops over the steps share, forward and backward: operands and products, the way through the rows of a
 // share, and the state that comes and goes with them. The depth of a product and the distance of its operands' rows are
-// in units (operand.h), but for that of a Packing's source.
+// in words (operand.h), but for that of a Matrix.
 #pragma once
 
 #include <new>
