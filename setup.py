@@ -35,7 +35,7 @@ NODE_SOURCE = CSRC / "layer_norm" / "layer_norm_node.cpp"
 # The oldest torch whose stable ABI the binary needs: 2.10.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 COMMON_FLAGS = [
-    "-std=gnu++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
+    "-std=gnu++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unknown-pragmas",
     "-Wno-psabi", "-Wno-unused-function",
 ]  # fmt: skip

@@ -23,12 +23,12 @@ THEIRS = {"swiglu": lambda gate, up: F.silu(gate) * up, "geglu": lambda gate, up
 @pytest.mark.parametrize("op", OURS)
 def test_glu(benchmark, op, rows, columns, layout, dtype, mode, device):
     if layout == "halves":
-        inputs = torch.randn(rows, 2 * columns, device=device).to(dtype).chunk(2, -1)
+        inputs = list(torch.randn(rows, 2 * columns, device=device).to(dtype).chunk(2, -1))
     else:
         inputs = [torch.randn(rows, columns, device=device).to(dtype) for _ in range(2)]
     functions = {"seqkern": OURS[op], "torch": THEIRS[op], "torch.compile": torch.compile(THEIRS[op])}
     make = forward_only if mode == "forward" else forward_backward
-    calls = {name: make(function, list(inputs)) for name, function in functions.items()}
+    calls = {name: make(function, inputs) for name, function in functions.items()}
     work = cost(rows * columns, dtype)
     if mode != "forward":
         back = cost(rows * columns, dtype, backward=True)

@@ -11,6 +11,7 @@
 
 #include "attention_problem.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace seqkern {
 namespace {
@@ -35,15 +36,6 @@ bool is_few(const Problem& p, const AttentionKernels& kernels, const AttentionSe
 char* offset(const Tensor& t, int64_t elements) {
   return static_cast<char*>(t.mutable_data_ptr()) + elements * t.element_size();
 }
-
-// `count` pieces of `bytes` each, which are a multiple of 64.
-struct Memory {
-  Tensor tensor;
-  int64_t bytes;
-  Memory(const Tensor& like, int64_t bytes_, int64_t count, const char* op)
-      : tensor(empty(like, {checked_product({bytes_ / 4, count}, op)}, ScalarType::Float)), bytes(bytes_) {}
-  char* at(int64_t index) const { return static_cast<char*>(tensor.mutable_data_ptr()) + index * bytes; }
-};
 
 // One piece of work on a head: of query head `head`, or of all query heads of key head `head`.
 struct Item {
@@ -83,7 +75,7 @@ class Packed {
         for (int64_t j = seen.begin / kernels.block_k; j < blocks(seen.end, kernels.block_k); ++j)
           items.push_back({static_cast<int32_t>(i), head, j});
     }
-    memory_ = empty(key.tensor, {total / 4}, ScalarType::Float);
+    memory_.emplace(total);
     parallel_workers(static_cast<int64_t>(items.size()), [&](WorkQueue& queue, int64_t) {
       for (int64_t at; queue.take(at);) {
         const Item& item = items[static_cast<size_t>(at)];
@@ -96,11 +88,11 @@ class Packed {
   void* address(int32_t sequence, int64_t kv_head) const {
     if (!memory_ || bytes_[static_cast<size_t>(sequence)] == 0) return nullptr;
     const auto i = static_cast<size_t>(sequence);
-    return static_cast<char*>(memory_->mutable_data_ptr()) + offsets_[i] + kv_head * bytes_[i];
+    return static_cast<char*>(memory_->data()) + offsets_[i] + kv_head * bytes_[i];
   }
 
  private:
-  std::optional<Tensor> memory_;
+  std::optional<Scratch> memory_;
   std::vector<int64_t> offsets_, bytes_;
 };
 
@@ -174,8 +166,8 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
 
   int64_t bytes = kernels.forward_scratch(shape);
   if (counters > 0) bytes = std::max(bytes, kernels.few_scratch(shape));
-  const Memory scratch(a.query, bytes, worker_count(count), a.op);
-  const Memory partial(a.query, counters > 0 ? kernels.few_partial(shape) : 0, partials, a.op);
+  const Scratch scratch(bytes, worker_count(count));
+  const Scratch partial(counters > 0 ? kernels.few_partial(shape) : 0, partials);
   const std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[static_cast<size_t>(counters)]());
 
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
@@ -184,29 +176,29 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
       const Sequence& s = p.sequences[static_cast<size_t>(item.sequence)];
       const Few& f = few[static_cast<size_t>(item.sequence)];
       const int64_t head = f.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
-      const AttentionForward args{shape,
-                                  s.band,
-                                  p.bias(s, head),
-                                  q.rows(s.batch, head, s.query_row),
-                                  k.rows(s.batch, kv_head, s.key_row),
-                                  v.rows(s.batch, kv_head, s.key_row),
-                                  o.mutable_rows(s.batch, head, s.query_row),
-                                  offset(lse, p.row(s, head)),
-                                  sink_row ? offset(*sink_row, head) : nullptr,
-                                  packed.address(item.sequence, kv_head),
-                                  f.chunks > 0 ? p.group : 1,
-                                  q.head_stride,
-                                  o.head_stride,
-                                  p.query_rows};
+      const AttentionForward args{.shape = shape,
+                                  .sequence = s.band,
+                                  .bias = p.bias(s, head),
+                                  .query = q.rows(s.batch, head, s.query_row),
+                                  .key = k.rows(s.batch, kv_head, s.key_row),
+                                  .value = v.rows(s.batch, kv_head, s.key_row),
+                                  .out = o.mutable_rows(s.batch, head, s.query_row),
+                                  .lse = offset(lse, p.row(s, head)),
+                                  .sinks = sink_row ? offset(*sink_row, head) : nullptr,
+                                  .packed = packed.address(item.sequence, kv_head),
+                                  .heads = f.chunks > 0 ? p.group : 1,
+                                  .query_head_stride = q.head_stride,
+                                  .out_head_stride = o.head_stride,
+                                  .lse_head_stride = p.query_rows};
       if (f.chunks == 0) {
-        kernels.forward(args, item.block, scratch.at(worker));
+        kernels.forward(args, item.block, scratch.piece(worker));
         continue;
       }
       const int64_t first = f.partial + kv_head * f.chunks;
-      kernels.few_forward(args, item.block, partial.at(first + item.block - f.first_chunk), scratch.at(worker));
+      kernels.few_forward(args, item.block, partial.piece(first + item.block - f.first_chunk), scratch.piece(worker));
       // Whoever finishes last puts the chunks together, in their order.
       if (done[f.counter + kv_head].fetch_add(1, std::memory_order_acq_rel) == f.chunks - 1)
-        kernels.few_combine(args, partial.at(first), f.chunks);
+        kernels.few_combine(args, partial.piece(first), f.chunks);
     }
   });
   return {out, lse};
@@ -261,25 +253,25 @@ struct Backward {
   AttentionBackward arguments(int32_t index, int64_t head) const {
     const Sequence& s = p.sequences[static_cast<size_t>(index)];
     const int64_t kv_head = head / p.group, row = p.row(s, head);
-    AttentionBackward args{p.shape,
-                           s.band,
-                           p.bias(s, head),
-                           is_few(p, kernels, s.band, op),
-                           grad_out.rows(s.batch, head, s.query_row),
-                           query.rows(s.batch, head, s.query_row),
-                           key.rows(s.batch, kv_head, s.key_row),
-                           value.rows(s.batch, kv_head, s.key_row),
-                           out.rows(s.batch, head, s.query_row),
-                           offset(lse, row),
-                           grad_lse ? offset(*grad_lse, row) : nullptr,
-                           grad_query.mutable_rows(s.batch, head, s.query_row),
-                           grad_key.mutable_rows(s.batch, kv_head, s.key_row),
-                           grad_value.mutable_rows(s.batch, kv_head, s.key_row),
-                           key_sum.mutable_rows(s.batch, kv_head, s.key_row),
-                           value_sum.mutable_rows(s.batch, kv_head, s.key_row),
-                           p.shape.need_slopes ? offset(distance, row) : nullptr,
-                           {nullptr, 0},
-                           packed.address(index, kv_head)};
+    AttentionBackward args{.shape = p.shape,
+                           .sequence = s.band,
+                           .bias = p.bias(s, head),
+                           .few = is_few(p, kernels, s.band, op),
+                           .grad_out = grad_out.rows(s.batch, head, s.query_row),
+                           .query = query.rows(s.batch, head, s.query_row),
+                           .key = key.rows(s.batch, kv_head, s.key_row),
+                           .value = value.rows(s.batch, kv_head, s.key_row),
+                           .out = out.rows(s.batch, head, s.query_row),
+                           .lse = offset(lse, row),
+                           .grad_lse = grad_lse ? offset(*grad_lse, row) : nullptr,
+                           .grad_query = grad_query.mutable_rows(s.batch, head, s.query_row),
+                           .grad_key = grad_key.mutable_rows(s.batch, kv_head, s.key_row),
+                           .grad_value = grad_value.mutable_rows(s.batch, kv_head, s.key_row),
+                           .key_sum = key_sum.mutable_rows(s.batch, kv_head, s.key_row),
+                           .value_sum = value_sum.mutable_rows(s.batch, kv_head, s.key_row),
+                           .distance = p.shape.need_slopes ? offset(distance, row) : nullptr,
+                           .grad_mask = {nullptr, 0},
+                           .packed = packed.address(index, kv_head)};
     if (own_mask) {
       const int64_t rows = grad_mask.size(2), columns = grad_mask.size(3);
       args.grad_mask = {offset(grad_mask, (s.index * p.heads + head) * rows * columns), columns};
@@ -350,11 +342,11 @@ void run_backward(const Backward& b, const char* op) {
   }
   const auto count = static_cast<int64_t>(items.size());
   if (count == 0) return;
-  const Memory scratch(b.query.tensor, kernels.backward_scratch(p.shape), worker_count(count), op);
+  const Scratch scratch(kernels.backward_scratch(p.shape), worker_count(count));
   Turns turns(turn_count);
 
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
-    void* memory = scratch.at(worker);
+    void* memory = scratch.piece(worker);
     for (int64_t at; queue.take(at);) {
       const Item& item = items[static_cast<size_t>(at)];
       const AttentionSequence& s = p.sequences[static_cast<size_t>(item.sequence)].band;
@@ -391,11 +383,11 @@ void run_mask(const Backward& b, const char* op) {
   const int64_t count = checked_product({samples, heads, row_blocks, column_blocks}, op);
   if (count == 0) return;
   const int64_t acc_size = p.acc == ScalarType::Double ? 8 : 4, sum_bytes = kernels.block_q * width * acc_size;
-  const Memory scratch(b.query.tensor, kernels.backward_scratch(p.shape) + sum_bytes, worker_count(count), op);
+  const Scratch scratch(kernels.backward_scratch(p.shape) + sum_bytes, worker_count(count));
   const auto sequences = static_cast<int64_t>(p.sequences.size());
 
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
-    char *sum = scratch.at(worker), *memory = sum + sum_bytes;
+    char *sum = static_cast<char*>(scratch.piece(worker)), *memory = sum + sum_bytes;
     for (int64_t item; queue.take(item);) {
       const int64_t column = item % column_blocks * width, block = row_blocks - 1 - item / column_blocks % row_blocks;
       const int64_t index = item / column_blocks / row_blocks, sample = index / heads, mask_head = index % heads;
@@ -433,38 +425,40 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const st
   const AttentionKernels& kernels = kernels_for(shape);
   const auto sequences = static_cast<int64_t>(p.sequences.size());
 
-  Gradients g{p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
-              p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
-              p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
-              need_mask ? empty(a.query, {p.mask->size(0), p.mask->size(1), p.mask->size(2), p.mask->size(3)},
+  Gradients g{
+      .query = p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
+      .key = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
+      .value = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
+      .mask = need_mask ? empty(a.query, {p.mask->size(0), p.mask->size(1), p.mask->size(2), p.mask->size(3)},
                                 p.mask->scalar_type())
                         : empty(a.query, {0}, p.type),
-              need_slopes ? empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc) : empty(a.query, {0}, p.acc)};
+      .distance = need_slopes ? empty(a.query, {p.batch, p.heads, p.query_rows}, p.acc) : empty(a.query, {0}, p.acc)};
   const auto sum_memory = [&](const Tensor& grad, int64_t dim) {
     const int64_t width = kernels.padded(shape.dtype, dim);
     return p.type == p.acc && width == dim ? grad : empty(a.query, {p.batch, p.kv_heads, p.key_rows, width}, p.acc);
   };
   const bool own_mask = need_mask && p.mask->size(0) == sequences && p.mask->size(1) == p.heads;
   const Heads key(a.key), value(a.value);
-  const Backward b{p,
-                   kernels,
-                   Heads(grad_out),
-                   Heads(a.query),
-                   key,
-                   value,
-                   Heads(out),
-                   as_contiguous(lse),
-                   grad_lse ? std::optional(as_contiguous(*grad_lse)) : std::nullopt,
-                   Heads(g.query),
-                   Heads(g.key),
-                   Heads(g.value),
-                   Heads(sum_memory(g.key, shape.head_dim)),
-                   Heads(sum_memory(g.value, shape.value_dim)),
-                   g.mask,
-                   g.distance,
-                   op,
-                   own_mask,
-                   Packed(p, kernels, key, value, true, [](const AttentionSequence& s) { return s.queries > 0; }, op)};
+  const Backward b{
+      .p = p,
+      .kernels = kernels,
+      .grad_out = Heads(grad_out),
+      .query = Heads(a.query),
+      .key = key,
+      .value = value,
+      .out = Heads(out),
+      .lse = as_contiguous(lse),
+      .grad_lse = grad_lse ? std::optional(as_contiguous(*grad_lse)) : std::nullopt,
+      .grad_query = Heads(g.query),
+      .grad_key = Heads(g.key),
+      .grad_value = Heads(g.value),
+      .key_sum = Heads(sum_memory(g.key, shape.head_dim)),
+      .value_sum = Heads(sum_memory(g.value, shape.value_dim)),
+      .grad_mask = g.mask,
+      .distance = g.distance,
+      .op = op,
+      .own_mask = own_mask,
+      .packed = Packed(p, kernels, key, value, true, [](const AttentionSequence& s) { return s.queries > 0; }, op)};
   zero_unseen(b);
   if (p.heads > 0) run_backward(b, op);
   if (need_mask && !own_mask) run_mask(b, op);
@@ -479,8 +473,25 @@ std::tuple<Tensor, Tensor> attention_fwd(
     const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& sinks, const std::optional<Tensor>& seed, int64_t max_queries, int64_t max_keys,
     int64_t diagonal, bool lower_right, int64_t left, int64_t right, double scale, double softcap, double dropout_p) {
-  return forward({"attention_fwd", query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
-                  seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p},
+  return forward({.op = "attention_fwd",
+                  .query = query,
+                  .key = key,
+                  .value = value,
+                  .attn_mask = attn_mask,
+                  .query_starts = query_starts,
+                  .key_starts = key_starts,
+                  .key_lengths = key_lengths,
+                  .alibi_slopes = alibi_slopes,
+                  .seed = seed,
+                  .max_queries = max_queries,
+                  .max_keys = max_keys,
+                  .diagonal = diagonal,
+                  .lower_right = lower_right,
+                  .left = left,
+                  .right = right,
+                  .scale = scale,
+                  .softcap = softcap,
+                  .dropout_p = dropout_p},
                  sinks);
 }
 
@@ -491,10 +502,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& seed, int64_t max_queries, int64_t max_keys, int64_t diagonal, bool lower_right,
     int64_t left, int64_t right, double scale, double softcap, double dropout_p, bool need_mask, bool need_slopes) {
-  const Gradients g =
-      backward({"attention_bwd", query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
-                seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p},
-               grad_out, grad_lse, out, lse, need_mask, need_slopes);
+  const Gradients g = backward({.op = "attention_bwd",
+                                .query = query,
+                                .key = key,
+                                .value = value,
+                                .attn_mask = attn_mask,
+                                .query_starts = query_starts,
+                                .key_starts = key_starts,
+                                .key_lengths = key_lengths,
+                                .alibi_slopes = alibi_slopes,
+                                .seed = seed,
+                                .max_queries = max_queries,
+                                .max_keys = max_keys,
+                                .diagonal = diagonal,
+                                .lower_right = lower_right,
+                                .left = left,
+                                .right = right,
+                                .scale = scale,
+                                .softcap = softcap,
+                                .dropout_p = dropout_p},
+                               grad_out, grad_lse, out, lse, need_mask, need_slopes);
   return {g.query, g.key, g.value, g.mask, g.distance};
 }
 

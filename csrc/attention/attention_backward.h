@@ -14,29 +14,29 @@ struct BackwardScratch {
   A *lse, *remainder;               // their sum is the lse
   A *distance, *derivative, *kept;  // derivative, kept: tiles, only with softcap and dropout
   Lanes<A>* lanes;
-  int64_t elements;
+  int64_t bytes;
   SK_INLINE BackwardScratch(const AttentionShape& s, void* memory) {
-    Arena<A> arena{static_cast<A*>(memory)};
+    Pieces pieces(memory);
     const int64_t head_width = round_up<A>(s.head_dim), value_width = round_up<A>(s.value_dim);
-    query_t = arena.take(s.head_dim * kLaneStride);
-    few_query = arena.take(kFewRows * head_width);
-    grad_out_t = arena.take(s.value_dim * kLaneStride);
-    query = arena.take(kBlockQ * head_width);
-    grad_out = arena.take(max(kBlockQ * value_width, s.value_dim * kLaneStride));  // or its transpose
-    scores = arena.take(kBlockK * kLaneStride);
-    grad_scores = arena.take(kBlockK * kLaneStride);
-    grad_query = arena.take(kBlockQ * head_width);
-    key = arena.take(kBlockK * head_width);
-    value = arena.take(kBlockK * value_width);
-    lse = arena.take(kBlockQ);
-    remainder = arena.take(kBlockQ);
-    delta = arena.take(kBlockQ);
-    grad_lse = arena.take(kBlockQ);
-    distance = arena.take(kBlockQ);
-    derivative = arena.take(s.softcap != 0 ? kBlockK * kLaneStride : 0);
-    kept = arena.take(s.dropout.active ? kBlockK * kLaneStride : 0);
-    lanes = reinterpret_cast<Lanes<A>*>(arena.take(kLanesElements<A>));
-    elements = arena.used;
+    query_t = pieces.take<A>(s.head_dim * kLaneStride);
+    few_query = pieces.take<A>(kFewRows * head_width);
+    grad_out_t = pieces.take<A>(s.value_dim * kLaneStride);
+    query = pieces.take<A>(kBlockQ * head_width);
+    grad_out = pieces.take<A>(max(kBlockQ * value_width, s.value_dim * kLaneStride));  // or its transpose
+    scores = pieces.take<A>(kBlockK * kLaneStride);
+    grad_scores = pieces.take<A>(kBlockK * kLaneStride);
+    grad_query = pieces.take<A>(kBlockQ * head_width);
+    key = pieces.take<A>(kBlockK * head_width);
+    value = pieces.take<A>(kBlockK * value_width);
+    lse = pieces.take<A>(kBlockQ);
+    remainder = pieces.take<A>(kBlockQ);
+    delta = pieces.take<A>(kBlockQ);
+    grad_lse = pieces.take<A>(kBlockQ);
+    distance = pieces.take<A>(kBlockQ);
+    derivative = pieces.take<A>(s.softcap != 0 ? kBlockK * kLaneStride : 0);
+    kept = pieces.take<A>(s.dropout.active ? kBlockK * kLaneStride : 0);
+    lanes = pieces.take<Lanes<A>>(1);
+    bytes = pieces.bytes();
   }
 };
 

@@ -91,17 +91,15 @@ struct TileScratch {
   float *scores, *grad_scores, *derivative, *kept, *grad_query_t, *lse, *delta, *grad_lse, *distance;
   float* delta_lse;  // delta - dlse
   Lanes<float>* lanes;
-  int64_t elements;
+  int64_t bytes;
 
   SK_INLINE TileScratch(const AttentionShape& s, void* memory)
       : key_depth(tiles(s.head_dim, 32)),
         value_depth(tiles(s.value_dim, 32)),
         key_columns(tiles(s.head_dim, 16)),
         value_columns(tiles(s.value_dim, 16)) {
-    Arena<float> arena{static_cast<float*>(memory)};
-    const auto take_tiles = [&](int64_t count) {
-      return reinterpret_cast<BFloat16*>(arena.take(count * (kTileBytes / 4)));
-    };
+    Pieces pieces(memory);
+    const auto take_tiles = [&](int64_t count) SK_INLINED { return pieces.take<BFloat16>(count * kTileElements); };
     query = take_tiles(kQueryTiles * key_depth);
     grad_out = take_tiles(kQueryTiles * value_depth);
     query_pairs = take_tiles(kQuerySteps * key_columns);
@@ -109,18 +107,18 @@ struct TileScratch {
     p = take_tiles(kBlockK * kBlockQ / kTileElements);
     ds = take_tiles(kBlockK * kBlockQ / kTileElements);
     ds_pairs = take_tiles(kKeySteps * kQueryTiles);
-    scores = arena.take(kScores);
-    grad_scores = arena.take(kScores);
-    derivative = arena.take(kScores);
-    kept = arena.take(kScores);
-    grad_query_t = arena.take(key_columns * 16 * kLaneStride);
-    lse = arena.take(kBlockQ);
-    delta = arena.take(kBlockQ);
-    grad_lse = arena.take(kBlockQ);
-    distance = arena.take(kBlockQ);
-    delta_lse = arena.take(kBlockQ);
-    lanes = reinterpret_cast<Lanes<float>*>(arena.take(kLanesElements<float>));
-    elements = arena.used;
+    scores = pieces.take<float>(kScores);
+    grad_scores = pieces.take<float>(kScores);
+    derivative = pieces.take<float>(kScores);
+    kept = pieces.take<float>(kScores);
+    grad_query_t = pieces.take<float>(key_columns * 16 * kLaneStride);
+    lse = pieces.take<float>(kBlockQ);
+    delta = pieces.take<float>(kBlockQ);
+    grad_lse = pieces.take<float>(kBlockQ);
+    distance = pieces.take<float>(kBlockQ);
+    delta_lse = pieces.take<float>(kBlockQ);
+    lanes = pieces.take<Lanes<float>>(1);
+    bytes = pieces.bytes();
   }
   // P and dS as left tiles, from one row of keys on.
   SK_INLINE Tiles rows(const BFloat16* matrix, int64_t key) const {
@@ -155,7 +153,7 @@ SK_INLINE void for_pieces(const Geometry& g, const Body& body) {
   });
 }
 
-int64_t backward_scratch(const AttentionShape& s) { return TileScratch(s, nullptr).elements * 4; }
+int64_t backward_scratch(const AttentionShape& s) { return TileScratch(s, nullptr).bytes; }
 
 // delta[q] = sum_c dO[q, c] O[q, c], the diagonal of the product O dO^T: summed as dP = V dO^T is, so that dP - delta
 // cancels exactly where one key has all the weight.
@@ -426,33 +424,35 @@ void mask_write(const AttentionShape& s, const void* sum, int64_t stride, int64_
 
 int64_t padded(Dtype, int64_t dim) { return round_up<float>(dim); }
 
-template <class Memory>
+template <class Scratch>
 int64_t bytes_of(const AttentionShape& s) {
-  return Memory(s, nullptr).elements * 4;
+  return Scratch(s, nullptr).bytes;
 }
 
 }  // namespace
 
-const AttentionKernels attention_bf16_kernels = {kBlockQ,
-                                                 kBlockK,
-                                                 padded,
-                                                 pack_bytes,
-                                                 pack,
-                                                 forward_scratch,
-                                                 backward_scratch,
-                                                 forward,
-                                                 kFewRows,
-                                                 kFewKeys,
-                                                 bytes_of<FewScratch<float>>,
-                                                 bytes_of<FewPartial<float>>,
-                                                 few_chunk<BFloat16>,
-                                                 few_combine_rows<BFloat16>,
-                                                 backward_begin,
-                                                 backward_scores,
-                                                 backward_keys,
-                                                 backward_end,
-                                                 mask_sum,
-                                                 mask_write};
+const AttentionKernels attention_bf16_kernels = {
+    .block_q = kBlockQ,
+    .block_k = kBlockK,
+    .padded = padded,
+    .pack_bytes = pack_bytes,
+    .pack = pack,
+    .forward_scratch = forward_scratch,
+    .backward_scratch = backward_scratch,
+    .forward = forward,
+    .few_rows = kFewRows,
+    .few_keys = kFewKeys,
+    .few_scratch = bytes_of<FewScratch<float>>,
+    .few_partial = bytes_of<FewPartial<float>>,
+    .few_forward = few_chunk<BFloat16>,
+    .few_combine = few_combine_rows<BFloat16>,
+    .backward_begin = backward_begin,
+    .backward_scores = backward_scores,
+    .backward_keys = backward_keys,
+    .backward_end = backward_end,
+    .mask_sum = mask_sum,
+    .mask_write = mask_write,
+};
 
 }  // namespace SK_TIER
 }  // namespace seqkern

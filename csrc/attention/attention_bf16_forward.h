@@ -89,21 +89,19 @@ struct ForwardTiles {
   BFloat16 *weights[2], *query;
   float *out, *shift, *sum, *rounded_sum;  // shift: -M; out: tiles of O^T
   Lanes<float>* lanes;
-  int64_t elements;
+  int64_t bytes;
   SK_INLINE ForwardTiles(const AttentionShape& s, void* memory) {
-    Arena<float> arena{static_cast<float*>(memory)};
-    const auto take_tiles = [&](int64_t count) {
-      return reinterpret_cast<BFloat16*>(arena.take(count * (kTileBytes / 4)));
-    };
-    for (float*& piece : scores) piece = arena.take(kGroup * kGroup);
+    Pieces pieces(memory);
+    const auto take_tiles = [&](int64_t count) SK_INLINED { return pieces.take<BFloat16>(count * kTileElements); };
+    for (float*& piece : scores) piece = pieces.take<float>(kGroup * kGroup);
     for (BFloat16*& piece : weights) piece = take_tiles(kRunGroups * 2);
     query = take_tiles(kQueryGroups * 2 * tiles(s.head_dim, 32));
-    out = arena.take(kQueryGroups * 4 * tiles(s.value_dim, 32) * kSums);
-    shift = arena.take(kBlockQ);
-    sum = arena.take(kBlockQ);
-    rounded_sum = arena.take(kBlockQ);
-    lanes = reinterpret_cast<Lanes<float>*>(arena.take(kLanesElements<float>));
-    elements = arena.used;
+    out = pieces.take<float>(kQueryGroups * 4 * tiles(s.value_dim, 32) * kSums);
+    shift = pieces.take<float>(kBlockQ);
+    sum = pieces.take<float>(kBlockQ);
+    rounded_sum = pieces.take<float>(kBlockQ);
+    lanes = pieces.take<Lanes<float>>(1);
+    bytes = pieces.bytes();
   }
 };
 
@@ -209,7 +207,7 @@ class Bf16Forward {
         groups_((queries_ + kGroup - 1) / kGroup),
         options_(modified(p.shape) || p.shape.dropout.active),
         modified_(modified(p.shape)),
-        careful_memory_(static_cast<float*>(memory) + t_.elements) {}
+        careful_memory_(static_cast<char*>(memory) + t_.bytes) {}
 
   void run() {
     pack_groups(pack_columns, p_.query, q0_, queries_, s_.head_dim, t_.query);
@@ -610,7 +608,7 @@ class Bf16Forward {
 
 // The tiles' memory, and that of the float kernel for rows that need it.
 inline int64_t forward_scratch(const AttentionShape& s) {
-  return (ForwardTiles(s, nullptr).elements + ForwardScratch<float>(s, nullptr).elements) * 4;
+  return ForwardTiles(s, nullptr).bytes + ForwardScratch<float>(s, nullptr).bytes;
 }
 
 inline void forward(const AttentionForward& p, int64_t query_block, void* memory) {

@@ -39,9 +39,9 @@ namespace {
 
 int64_t padded(Dtype dtype, int64_t dim) { return dtype == Dtype::f64 ? round_up<double>(dim) : round_up<float>(dim); }
 
-template <template <class> class Memory>
+template <template <class> class Scratch>
 int64_t bytes_of(const AttentionShape& s) {
-  return s.dtype == Dtype::f64 ? Memory<double>(s, nullptr).elements * 8 : Memory<float>(s, nullptr).elements * 4;
+  return s.dtype == Dtype::f64 ? Scratch<double>(s, nullptr).bytes : Scratch<float>(s, nullptr).bytes;
 }
 
 void forward(const AttentionForward& p, int64_t query_block, void* scratch) {
@@ -79,26 +79,28 @@ void mask_write(const AttentionShape& s, const void* sum, int64_t stride, int64_
 
 }  // namespace
 
-const AttentionKernels attention_kernels = {kBlockQ,
-                                            kBlockK,
-                                            padded,
-                                            nullptr,
-                                            nullptr,
-                                            bytes_of<ForwardScratch>,
-                                            bytes_of<BackwardScratch>,
-                                            forward,
-                                            kFewRows,
-                                            kFewKeys,
-                                            bytes_of<FewScratch>,
-                                            bytes_of<FewPartial>,
-                                            few_forward,
-                                            few_combine,
-                                            backward_begin,
-                                            backward_scores,
-                                            backward_keys,
-                                            backward_end,
-                                            mask_sum,
-                                            mask_write};
+const AttentionKernels attention_kernels = {
+    .block_q = kBlockQ,
+    .block_k = kBlockK,
+    .padded = padded,
+    .pack_bytes = nullptr,
+    .pack = nullptr,
+    .forward_scratch = bytes_of<ForwardScratch>,
+    .backward_scratch = bytes_of<BackwardScratch>,
+    .forward = forward,
+    .few_rows = kFewRows,
+    .few_keys = kFewKeys,
+    .few_scratch = bytes_of<FewScratch>,
+    .few_partial = bytes_of<FewPartial>,
+    .few_forward = few_forward,
+    .few_combine = few_combine,
+    .backward_begin = backward_begin,
+    .backward_scores = backward_scores,
+    .backward_keys = backward_keys,
+    .backward_end = backward_end,
+    .mask_sum = mask_sum,
+    .mask_write = mask_write,
+};
 
 }  // namespace SK_TIER
 }  // namespace seqkern

@@ -24,7 +24,6 @@ constexpr bool kAutoHopper = false;
 
 // ---- arguments -----------------------------------------------------------------------------------------------------
 
-const void* data_or_null(const optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
 optional<Tensor> contiguous_or_none(const optional<Tensor>& t) {
   return t ? optional(as_contiguous(*t)) : std::nullopt;
 }
@@ -126,8 +125,8 @@ class Prepared {
     c.lower_right = a.lower_right;
     c.scale = static_cast<float>(a.scale);
     c.softcap = static_cast<float>(a.softcap);
-    c.slopes = static_cast<const float*>(data_or_null(slopes_));
-    c.sinks = static_cast<const float*>(data_or_null(sinks_));
+    c.slopes = data_or_null<float>(slopes_);
+    c.sinks = data_or_null<float>(sinks_);
     c.mask = data_or_null(a.attn_mask);
     c.mask_type = sizes.mask_type;
     std::copy(sizes.mask_strides, sizes.mask_strides + 4, c.mask_strides);
@@ -223,7 +222,7 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const op
   b.grad_out = gradient.read();
   b.out = result.read();
   b.lse = static_cast<const float*>(sums.const_data_ptr());
-  b.grad_lse = static_cast<const float*>(data_or_null(grad_sums));
+  b.grad_lse = data_or_null<float>(grad_sums);
   b.delta = static_cast<float*>(delta.mutable_data_ptr());
   b.grad_query = query_rows.write();
   b.grad_key = key_rows.write();

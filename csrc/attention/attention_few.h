@@ -45,21 +45,21 @@ struct FewScratch {
   A *key, *value, *max, *sum;
   int64_t *first, *end;  // the keys that a row sees
   Lanes<A>* lanes;
-  int64_t elements;
+  int64_t bytes;
   SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
-    Arena<A> arena{static_cast<A*>(memory)};
-    query = query_t = arena.take(round_up<A>(s.head_dim) * kFewRows);
-    weighed = arena.take(kFewRows * round_up<A>(s.value_dim));
-    by_row = arena.take(kDots<A> ? kFewRows * kRowStride : 0);
-    by_key = arena.take(kFewKeys * kFewRows);
-    key = arena.take(kBlockK * round_up<A>(s.head_dim));
-    value = arena.take(kBlockK * round_up<A>(s.value_dim));
-    max = arena.take(kFewRows);
-    sum = arena.take(kFewRows);
-    first = reinterpret_cast<int64_t*>(arena.take(kFewRows * 8 / sizeof(A)));
-    end = reinterpret_cast<int64_t*>(arena.take(kFewRows * 8 / sizeof(A)));
-    lanes = reinterpret_cast<Lanes<A>*>(arena.take(kLanesElements<A>));
-    elements = arena.used;
+    Pieces pieces(memory);
+    query = query_t = pieces.take<A>(round_up<A>(s.head_dim) * kFewRows);
+    weighed = pieces.take<A>(kFewRows * round_up<A>(s.value_dim));
+    by_row = pieces.take<A>(kDots<A> ? kFewRows * kRowStride : 0);
+    by_key = pieces.take<A>(kFewKeys * kFewRows);
+    key = pieces.take<A>(kBlockK * round_up<A>(s.head_dim));
+    value = pieces.take<A>(kBlockK * round_up<A>(s.value_dim));
+    max = pieces.take<A>(kFewRows);
+    sum = pieces.take<A>(kFewRows);
+    first = pieces.take<int64_t>(kFewRows);
+    end = pieces.take<int64_t>(kFewRows);
+    lanes = pieces.take<Lanes<A>>(1);
+    bytes = pieces.bytes();
   }
 };
 
@@ -67,14 +67,14 @@ struct FewScratch {
 template <class A>
 struct FewPartial {
   A *max, *sum, *out;
-  int64_t width, elements;
+  int64_t width, bytes;
   SK_INLINE FewPartial(const AttentionShape& s, const void* memory) {
-    Arena<A> arena{static_cast<A*>(const_cast<void*>(memory))};
+    Pieces pieces(const_cast<void*>(memory));
     width = round_up<A>(s.value_dim);
-    max = arena.take(kFewRows);
-    sum = arena.take(kFewRows);
-    out = arena.take(kFewRows * width);
-    elements = arena.used;
+    max = pieces.take<A>(kFewRows);
+    sum = pieces.take<A>(kFewRows);
+    out = pieces.take<A>(kFewRows * width);
+    bytes = pieces.bytes();
   }
 };
 
@@ -530,7 +530,7 @@ template <class T>
 void few_combine_rows(const AttentionForward& p, const void* partials, int64_t chunks) {
   using A = acc_t<T>;
   const AttentionShape& s = p.shape;
-  const int64_t bytes = FewPartial<A>(s, nullptr).elements * static_cast<int64_t>(sizeof(A));
+  const int64_t bytes = FewPartial<A>(s, nullptr).bytes;
   const auto part = [&](int64_t chunk) { return FewPartial<A>(s, static_cast<const char*>(partials) + chunk * bytes); };
   for (int64_t head = 0; head < p.heads; ++head) {
     const A sink = p.sinks ? static_cast<const A*>(p.sinks)[head] : -kInfinity<A>;

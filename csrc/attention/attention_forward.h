@@ -11,19 +11,19 @@ template <class A>
 struct ForwardScratch {
   A *query_t, *scores, *out, *key, *value, *max, *sum, *rescale;
   Lanes<A>* lanes;
-  int64_t elements;
+  int64_t bytes;
   SK_INLINE ForwardScratch(const AttentionShape& s, void* memory) {
-    Arena<A> arena{static_cast<A*>(memory)};
-    query_t = arena.take(s.head_dim * kLaneStride);
-    scores = arena.take(kBlockK * kLaneStride);
-    out = arena.take(kBlockQ * round_up<A>(s.value_dim));
-    key = arena.take(kBlockK * round_up<A>(s.head_dim));
-    value = arena.take(kBlockK * round_up<A>(s.value_dim));
-    max = arena.take(kBlockQ);
-    sum = arena.take(kBlockQ);
-    rescale = arena.take(kBlockQ);
-    lanes = reinterpret_cast<Lanes<A>*>(arena.take(kLanesElements<A>));
-    elements = arena.used;
+    Pieces pieces(memory);
+    query_t = pieces.take<A>(s.head_dim * kLaneStride);
+    scores = pieces.take<A>(kBlockK * kLaneStride);
+    out = pieces.take<A>(kBlockQ * round_up<A>(s.value_dim));
+    key = pieces.take<A>(kBlockK * round_up<A>(s.head_dim));
+    value = pieces.take<A>(kBlockK * round_up<A>(s.value_dim));
+    max = pieces.take<A>(kBlockQ);
+    sum = pieces.take<A>(kBlockQ);
+    rescale = pieces.take<A>(kBlockQ);
+    lanes = pieces.take<Lanes<A>>(1);
+    bytes = pieces.bytes();
   }
 };
 

@@ -30,8 +30,6 @@ struct Lanes {
   int64_t queries, mask_key_stride;
   bool one_mask;  // the same row of the mask for all
 };
-template <class A>
-constexpr int64_t kLanesElements = (sizeof(Lanes<A>) + sizeof(A) - 1) / sizeof(A);
 
 SK_INLINE bool modified(const AttentionShape& s) { return s.softcap != 0 || s.alibi || s.mask != MaskType::none; }
 

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "scratch.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -26,18 +27,6 @@ SK_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x
 
 template <class A>
 constexpr A kInfinity = static_cast<A>(__builtin_inf());
-
-// Consecutive pieces of a worker's scratch memory, each aligned to 64 bytes.
-template <class A>
-struct Arena {
-  A* base;
-  int64_t used = 0;
-  SK_INLINE A* take(int64_t elements) {
-    A* piece = base + used;
-    used += (elements + 15) / 16 * 16;
-    return piece;
-  }
-};
 
 template <class A>
 struct Tile {

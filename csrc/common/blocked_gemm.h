@@ -12,7 +12,7 @@
 #pragma once
 
 #include "gemm.h"
-#include "product.h"
+#include "products.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -22,6 +22,8 @@ namespace {
 // inlined before.
 #define SK_PREFETCHING __attribute__((always_inline))
 
+// Blocks of C, in elements.
+constexpr int64_t kBlockRows = 96, kBlockColumns = 512;
 template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
 // Terms of a sum in a row: an LSTM of 129 inputs has twice torch's error with 64.
@@ -36,8 +38,6 @@ constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
 constexpr int64_t kStagedA = kBlockRows * kBlockDepth;
 template <class A>
 constexpr int64_t kBlockC = kBlockRows * (kBlockColumns + kPad<A>);
-
-constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
 
 // Calls f with an element of the type, one of those that share the accumulation type A.
 template <class A, class F>
@@ -65,11 +65,11 @@ int64_t panel_count(int64_t columns, int64_t groups) {
 template <class T, class RowAt>
 void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t count, const RowAt& row) {
   using A = acc_t<T>;
-  for (int64_t k0 = 0; k0 < units(depth); k0 += W<A>) {
-    const int64_t rows = units(depth) - k0 < W<A> ? units(depth) - k0 : W<A>, first = k0 * kTerms;
+  for (int64_t k0 = 0; k0 < words(depth); k0 += W<A>) {
+    const int64_t rows = words(depth) - k0 < W<A> ? words(depth) - k0 : W<A>, first = k0 * kTerms;
     Vec<A> block[W<A>];
     for (int n = 0; n < W<A>; ++n)
-      block[n] = n < count ? load_units(source + n * n_stride + first, depth - first) : Vec<A>{};
+      block[n] = n < count ? load_words(source + n * n_stride + first, depth - first) : Vec<A>{};
     transpose_square<A>(block);
     for (int k = 0; k < W<A>; ++k)
       if (k < rows) store(row(k0 + k), block[k]);
@@ -78,78 +78,77 @@ void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t c
 
 // Row k of a source whose rows lie as such; null: zeros, or there is none.
 template <class T>
-SK_INLINE const T* source_row(const Packing& b, int64_t k) {
+SK_INLINE const T* source_row(const Matrix& b, int64_t k) {
   if (k >= b.depth) return nullptr;
   if (b.rows) return static_cast<const T*>(b.rows[k]);
   const int64_t row = k + b.first_row < b.depth ? k + b.first_row : k + b.first_row - b.depth;
-  return static_cast<const T*>(b.source) + row * b.k_stride;
+  return static_cast<const T*>(b.data) + row * b.k_stride;
 }
-// Row k, with what follows it in a unit, as load_rows() takes them.
+// Row k, with what follows it in a word, as load_rows() takes them.
 template <class T>
-SK_INLINE auto rows_from(const Packing& b, int64_t k) {
+SK_INLINE auto rows_from(const Matrix& b, int64_t k) {
   return [&b, k](int64_t i) { return source_row<T>(b, k + i); };
 }
 
-// Rows [k, k + depth) of one panel, which begins at `packed`; k is a unit's first row.
+// Rows [k, k + depth) of one panel, which begins at `packed`; k is a word's first row.
 template <class T>
-void pack_rows(const Packing& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
+void pack_rows(const Matrix& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
   const int64_t width = panel_width<A>(p.groups), group = p.columns / p.groups, side = tile_vectors(p.groups) * W<A>;
-  const int64_t vectors = width / W<A>, all = padded_units(p.depth);
+  const int64_t vectors = width / W<A>, all = padded_words(p.depth);
   struct {
     int64_t column, count;
     A* to;
   } parts[8];  // by vector
   const auto row = [&](int64_t v, int64_t i) {
     if (kDepthStep == 1) return parts[v].to + i * side;
-    const int64_t at = units(k) + i;
+    const int64_t at = words(k) + i;
     return packed + (at / kDepthStep * vectors + v) * kDepthStep * W<A> + at % kDepthStep * W<A>;
   };
   for (int64_t v = 0; v < vectors; ++v) {
     const int64_t column = p.groups == 1 ? panel * width + v * W<A> : v * group + panel * W<A>;
     const int64_t left = p.groups == 1 ? p.columns - column : group - panel * W<A>;
-    A* to = packed + (v * W<A> / side * all + units(k)) * side + v * W<A> % side;
+    A* to = packed + (v * W<A> / side * all + words(k)) * side + v * W<A> % side;
     parts[v] = {left > 0 ? column : 0, left < 0 ? 0 : left < W<A> ? left : W<A>, to};
   }
   if (k + depth == p.depth)
-    for (int64_t i = units(depth); i < all - units(k); ++i)
+    for (int64_t i = words(depth); i < all - words(k); ++i)
       for (int64_t v = 0; v < vectors; ++v) store(row(v, i), Vec<A>{});
   if (!p.rows && p.n_stride != 1) {
-    const T* source = static_cast<const T*>(p.source) + k;
+    const T* source = static_cast<const T*>(p.data) + k;
     for (int64_t v = 0; v < vectors; ++v)
       pack_transposed(source + parts[v].column * p.n_stride, p.n_stride, depth, parts[v].count,
                       [&](int64_t i) { return row(v, i); });
     return;
   }
   // A row at a time: rows whose distance is a power of two push each other out of the cache.
-  for (int64_t i = 0; i < units(depth); ++i)
+  for (int64_t i = 0; i < words(depth); ++i)
     for (int64_t v = 0; v < vectors; ++v)
       store(row(v, i), load_rows<T>(rows_from<T>(p, k + i * kTerms), parts[v].column, parts[v].count));
 }
 
-// Work item: one panel over kBlockDepth units, `item` counting these fastest.
+// Work item: one panel over kBlockDepth words, `item` counting these fastest.
 template <class T>
-void pack_item(const Packing& p, int64_t item) {
+void pack_item(const Matrix& p, void* packed, int64_t item) {
   using A = acc_t<T>;
   const int64_t slice = kBlockDepth * kTerms, slices = (p.depth + slice - 1) / slice;
   const int64_t panel = item / slices, k = item % slices * slice;
   const int64_t depth = p.depth - k < slice ? p.depth - k : slice;
-  pack_rows<T>(p, panel, k, depth,
-               static_cast<A*>(p.packed) + panel * padded_units(p.depth) * panel_width<A>(p.groups));
+  pack_rows<T>(p, panel, k, depth, static_cast<A*>(packed) + panel * padded_words(p.depth) * panel_width<A>(p.groups));
 }
 
 // A whole panel, where it is needed, instead of all of them before.
 template <class A>
-void pack_panel(const Packing& p, int64_t panel, A* packed) {
+void pack_panel(const Matrix& p, int64_t panel, A* packed) {
   by_element<A>(p.dtype, [&](auto t) { pack_rows<decltype(t)>(p, panel, 0, p.depth, packed); });
 }
 
-// Cache lines that the next piece of work needs, asked for a few at a time while the tiles of this one compute: all at
-// once they would only fill the queue of misses, and the tiles would wait.
-class Ahead {
+// Prefetches what the next piece of work needs into L2, a few cache lines beside each tile of this one: all at once
+// they would only fill the queue of misses, and the tiles would wait.
+class Prefetcher {
  public:
-  // Lines of `rows` rows of row_bytes; no rows: nothing to ask for.
-  Ahead(int64_t tiles, const void* base, int64_t stride, int64_t rows, int64_t row_bytes)
+  // Lines of `rows` rows of row_bytes; no rows: nothing to prefetch.
+  Prefetcher(int64_t tiles, const void* base, int64_t stride, int64_t rows, int64_t row_bytes)
       : base_(static_cast<const char*>(base)), stride_(stride), rows_(rows), lines_((row_bytes + 63) / 64) {
     each_ = (rows_ * lines_ + tiles - 1) / tiles;
   }
@@ -203,7 +202,7 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
   }
 }
 
-// A(m0 .. m0 + rows, k0 .. k0 + depth) as [k][m], kBlockRows apart; k0 is a unit's first number.
+// A(m0 .. m0 + rows, k0 .. k0 + depth) as [k][m], kBlockRows apart; k0 is a word's first number.
 template <class T>
 void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, acc_t<T>* staged) {
   using A = acc_t<T>;
@@ -224,10 +223,10 @@ void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth
                             : static_cast<const T*>(p.a) + row * p.a_row_stride;
       if (in[i]) in[i] += k0;
     }
-    for (int64_t k = 0; k < units(depth); k += W<A>) {
-      const int64_t count = units(depth) - k < W<A> ? units(depth) - k : W<A>, first = k * kTerms;
+    for (int64_t k = 0; k < words(depth); k += W<A>) {
+      const int64_t count = words(depth) - k < W<A> ? words(depth) - k : W<A>, first = k * kTerms;
       Vec<A> block[W<A>];
-      for (int i = 0; i < W<A>; ++i) block[i] = in[i] ? load_units(in[i] + first, depth - first) : Vec<A>{};
+      for (int i = 0; i < W<A>; ++i) block[i] = in[i] ? load_words(in[i] + first, depth - first) : Vec<A>{};
       transpose_square<A>(block);
       for (int i = 0; i < W<A>; ++i)
         if (i < count) store(staged + (k + i) * kBlockRows + m, block[i]);
@@ -294,7 +293,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   const int64_t m0 = item / column_blocks * p.block_rows, n0 = item % column_blocks * kBlockColumns;
   const int64_t rows = p.rows - m0 < p.block_rows ? p.rows - m0 : p.block_rows;
   const int64_t columns = p.columns - n0 < kBlockColumns ? p.columns - n0 : kBlockColumns;
-  const int64_t all = units(p.depth), ldc = kBlockColumns + kPad<A>, panel_stride = all * kPanel<A>;
+  const int64_t all = words(p.depth), ldc = kBlockColumns + kPad<A>, panel_stride = all * kPanel<A>;
   const A* b = static_cast<const A*>(p.packed_b) + n0 / kPanel<A> * panel_stride;
   A* c = scratch + kStagedA;
   int64_t row_stride = 1;
@@ -326,10 +325,14 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
     const int64_t size = size_of(p.a_type), tiles = tile_count<A>(rows, columns);
     const int64_t stride = (direct ? row_stride : by_rows ? p.a_row_stride : p.a_k_stride) * size;
     const void* from = direct     ? static_cast<const void*>(direct + next)
-                       : p.a_rows ? nullptr  // rows anywhere are not asked for
+                       : p.a_rows ? nullptr  // rows that lie anywhere are not prefetched
                                   : static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size;
-    Ahead ahead(tiles, from, stride, !from ? 0 : by_rows ? rows : next_depth, (by_rows ? next_depth : rows) * size);
-    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { ahead.fetch(); },
+    Prefetcher prefetcher(tiles, from, stride,
+                          !from     ? 0
+                          : by_rows ? rows
+                                    : next_depth,
+                          (by_rows ? next_depth : rows) * size);
+    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { prefetcher.fetch(); },
             [](int64_t, int64_t, int64_t, int64_t) {});
   }
 }

@@ -26,6 +26,13 @@ struct AccOf<double> {
 template <class T>
 using acc_t = typename AccOf<T>::type;
 
+// Internal linkage: what a tier's translation unit compiles must stay there.
+namespace {
+[[maybe_unused]] constexpr int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
+}
+}  // namespace
+
 }  // namespace seqkern
 
 // Runs a statement with `T` bound to the element type of `dtype`.

@@ -1,4 +1,4 @@
-// The register-blocked product under attention and the recurrences: C[m, n] (+)= sum_k A(m, k) B[k, n], in units
+// The register-blocked product under attention and the recurrences: C[m, n] (+)= sum_k A(m, k) B[k, n], in words
 // (operand.h).
 //
 // A is read element by element (any two strides: a transposed A costs nothing), B and C row by row in whole vectors, so
@@ -17,7 +17,7 @@
 // runs at 0.95 of what it does without slices of 32 (0.90 before), products of the recurrences 7 to 8% faster,
 // attention 3 to 8%. Tried and lost: the loop unrolled by 2, 4, 8 or 32, also by hand; A packed six rows a panel; sums
 // added to C two or three rows at a time, with terms of the next slice between (all three in L1); A's next rows and C's
-// lines asked for (attention up to 3% slower).
+// lines prefetched (attention up to 3% slower).
 #pragma once
 
 #include "operand.h"
@@ -41,7 +41,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
                          int64_t ldc, bool accumulate) {
   if (U == UnitStride::k) k_stride = 1;
   if (U == UnitStride::row) row_stride = 1;
-  const auto element = [&](int i, int64_t k) { return broadcast_unit(a + i * row_stride + k * k_stride); };
+  const auto element = [&](int i, int64_t k) { return broadcast_word(a + i * row_stride + k * k_stride); };
   const auto load_row = [&](int64_t k, Vec<A>(&row)[NR]) {
     for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
   };

@@ -1,13 +1,13 @@
 // What the products of gemm.h multiply.
 //
-// An operand lies in memory in units as large as an accumulator. A unit is one number of the accumulation type; where a
-// translation unit defines SK_PAIRS, it is a pair of bfloat16 numbers that follow each other along k, and a
-// multiply-add (VDPBF16PS) adds both products of each lane's pairs. A sum over k numbers takes units(k) of them; a
-// number that is missing is zero on both sides. Everything else about a product is the same: units are loaded,
+// An operand lies in memory in words as large as an accumulator. A word is one number of the accumulation type; where a
+// source file defines SK_PAIRS, it is a pair of bfloat16 numbers that follow each other along k, and a multiply-add is
+// a bf16 dot product (VDPBF16PS): it adds both products of each lane's pairs. A sum over k numbers takes words(k) of
+// them; a number that is missing is zero on both sides. Everything else about a product is the same: words are loaded,
 // broadcast and transposed as what they look like, accumulators.
 //
-// Where such a unit is compiled for AMX, products are of matrix tiles (matrix_tiles.h), which take kDepthStep units at
-// a time: an operand's rows are filled up with zeros to whole steps, padded_units(k) of them.
+// Where such a file is compiled for AMX, products are of matrix tiles (matrix_tiles.h), which take kDepthStep words at
+// a time: an operand's rows are padded with zeros to whole steps, padded_words(k) of them.
 #pragma once
 
 #include "simd.h"
@@ -36,8 +36,8 @@ constexpr int64_t kDepthStep = 16;
 constexpr int64_t kDepthStep = 1;
 #endif
 
-constexpr int64_t units(int64_t numbers) { return (numbers + kTerms - 1) / kTerms; }
-constexpr int64_t padded_units(int64_t numbers) { return (units(numbers) + kDepthStep - 1) / kDepthStep * kDepthStep; }
+constexpr int64_t words(int64_t numbers) { return (numbers + kTerms - 1) / kTerms; }
+constexpr int64_t padded_words(int64_t numbers) { return (words(numbers) + kDepthStep - 1) / kDepthStep * kDepthStep; }
 
 template <class V>
 SK_INLINE V multiply_add(V x, V y, V sum) {
@@ -48,17 +48,17 @@ SK_INLINE V multiply_add(V x, V y, V sum) {
 #endif
 }
 
-// A unit, which need not be aligned, in all lanes.
+// A word, which need not be aligned, in all lanes.
 template <class A>
-SK_INLINE Vec<A> broadcast_unit(const A* p) {
+SK_INLINE Vec<A> broadcast_word(const A* p) {
   A x;
   __builtin_memcpy(&x, p, sizeof(x));
   return broadcast<A>(x);
 }
 
-// As units: W of them from the first n numbers that follow one another.
+// As words: W of them from the first n numbers that follow one another.
 template <class T>
-SK_INLINE Vec<acc_t<T>> load_units(const T* p, int64_t n) {
+SK_INLINE Vec<acc_t<T>> load_words(const T* p, int64_t n) {
 #if defined(SK_PAIRS)
   const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << (n > 0 ? n : 0)) - 1;
   if constexpr (std::is_same<T, BFloat16>::value) {
@@ -73,7 +73,7 @@ SK_INLINE Vec<acc_t<T>> load_units(const T* p, int64_t n) {
 #endif
 }
 
-// As units: of the first n columns from `column` on, the numbers of the kTerms rows that a unit joins, row(0) and, of
+// As words: of the first n columns from `column` on, the numbers of the kTerms rows that a word joins, row(0) and, of
 // pairs, row(1); null for zeros.
 template <class T, class RowAt>
 SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
@@ -93,7 +93,7 @@ SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
 #endif
 }
 
-// Zeros after the last number of a row of an operand: what is missing to its last unit, or step. Up to kOperandEnd.
+// Zeros after the last number of a row of an operand: what is missing to its last word, or step. Up to kOperandEnd.
 constexpr int64_t kOperandEnd = kTerms * kDepthStep;
 template <class N>
 SK_INLINE void end_operand(N* end) {
@@ -108,12 +108,12 @@ SK_INLINE void end_operand(N* end) {
 // A row of `depth` numbers as an operand.
 template <class A, class T>
 SK_INLINE void as_operand_row(const T* from, int64_t depth, A* to) {
-  for (int64_t k = 0; k < padded_units(depth); k += W<A>)
-    store(to + k, load_units(from + k * kTerms, depth - k * kTerms));
+  for (int64_t k = 0; k < padded_words(depth); k += W<A>)
+    store(to + k, load_words(from + k * kTerms, depth - k * kTerms));
 }
 
 // W numbers of a row of an operand, from number `at` on, of which n exist, up to the row's end: those beyond are zero
-// to the end of its last unit, or step.
+// to the end of its last word, or step.
 template <class A>
 SK_INLINE void store_numbers(A* row, int64_t at, Vec<A> v, int64_t n) {
 #if defined(SK_PAIRS)
@@ -128,3 +128,28 @@ SK_INLINE void store_numbers(A* row, int64_t at, Vec<A> v, int64_t n) {
 }  // namespace
 }  // namespace SK_TIER
 }  // namespace seqkern
+
+#if defined(SK_PAIRS)
+// Runs a statement with `T` bound to the element type, which is that of the layer or of its accumulators.
+#define SK_BY_TYPE(dtype, ...) \
+  if (dtype == Dtype::f32) {   \
+    using T = float;           \
+    __VA_ARGS__;               \
+  } else {                     \
+    using T = BFloat16;        \
+    __VA_ARGS__;               \
+  }
+// Evaluates an expression in the accumulation type `A`.
+#define SK_BY_ACC(dtype, ...) \
+  using A = float;            \
+  return __VA_ARGS__
+#else
+#define SK_BY_TYPE SK_DISPATCH
+#define SK_BY_ACC(dtype, ...) \
+  if (dtype == Dtype::f64) {  \
+    using A = double;         \
+    return __VA_ARGS__;       \
+  }                           \
+  using A = float;            \
+  return __VA_ARGS__
+#endif

@@ -10,7 +10,14 @@
 #include <atomic>
 #include <cstdint>
 
+#include "scratch.h"
+
 namespace seqkern {
+
+// Multiply-adds, or elements that are read, below which a second thread costs more than it saves.
+constexpr double kGrainWork = 1 << 18;
+// Elements of a range of rows.
+constexpr int64_t kRangeElements = 4096;
 
 class WorkQueue {
  public:
@@ -45,6 +52,30 @@ void parallel_workers(int64_t items, const Worker& worker) {
   torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) worker(queue, index);
   });
+}
+
+// Calls body(item, scratch) for every item, on as many threads as the work is worth; each has scratch_bytes of its own.
+template <class Body>
+void for_items(int64_t items, double work, int64_t scratch_bytes, const Body& body) {
+  if (items <= 0) return;
+  const int64_t workers =
+      work / static_cast<double>(items) * worker_count(items) < kGrainWork ? 1 : worker_count(items);
+  const Scratch scratch(scratch_bytes, workers);
+  if (workers == 1) {
+    for (int64_t item = 0; item < items; ++item) body(item, scratch.data());
+    return;
+  }
+  parallel_workers(items, [&](WorkQueue& queue, int64_t worker) {
+    for (int64_t item; queue.take(item);) body(item, scratch.piece(worker));
+  });
+}
+
+// Calls body(begin, end, scratch) for ranges of rows of so many columns.
+template <class Body>
+void for_ranges(int64_t rows, int64_t columns, int64_t scratch_bytes, const Body& body) {
+  const int64_t range = std::max<int64_t>(1, kRangeElements / std::max<int64_t>(1, columns));
+  for_items((rows + range - 1) / range, 32.0 * static_cast<double>(rows) * static_cast<double>(columns), scratch_bytes,
+            [&](int64_t item, void* scratch) { body(item * range, std::min(rows, (item + 1) * range), scratch); });
 }
 
 }  // namespace seqkern

@@ -80,6 +80,12 @@ inline bool unit_last_stride(const Tensor& t) {
 inline Tensor with_unit_last_stride(const Tensor& t) { return unit_last_stride(t) ? t : torch::stable::contiguous(t); }
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
+// The address of an argument that may be absent.
+template <class T = void>
+const T* data_or_null(const std::optional<Tensor>& t) {
+  return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
+}
+
 // Uninitialised memory on the device of `like`: on the CPU of the pool where it is large, and without the dispatcher,
 // which takes longer than many a kernel.
 Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type);

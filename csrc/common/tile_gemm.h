@@ -40,17 +40,17 @@ inline int64_t cut_for_tiles(Product& p, int64_t threads) {
   return blocks(p.rows, p.block_rows) * column_blocks;
 }
 
-// A(m0 .. m0 + rows, k0 .. k0 + depth) as left tiles take it: rows of units, filled up with zeros to whole steps; those
+// A(m0 .. m0 + rows, k0 .. k0 + depth) as left tiles take it: rows of words, padded with zeros to whole steps; those
 // beyond `rows` are left as they are. k0 is a step's first number.
 template <class T>
 void stage_rows(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, float* staged) {
-  const int64_t all = padded_units(depth);
+  const int64_t all = padded_words(depth);
   if (p.a_k_stride == 1) {
     for (int64_t m = 0; m < rows; ++m) {
       const T* row =
           p.a_rows ? static_cast<const T*>(p.a_rows[m0 + m]) : static_cast<const T*>(p.a) + (m0 + m) * p.a_row_stride;
       for (int64_t k = 0; k < all; k += W<float>)
-        store(staged + m * kStagedStride + k, row ? load_units(row + k0 + k * kTerms, depth - k * kTerms) : vf32{});
+        store(staged + m * kStagedStride + k, row ? load_words(row + k0 + k * kTerms, depth - k * kTerms) : vf32{});
     }
     return;
   }
@@ -77,15 +77,15 @@ inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) 
   const int64_t m0 = item % row_blocks * p.block_rows, n0 = item / row_blocks * p.block_columns;
   const int64_t rows = p.rows - m0 < p.block_rows ? p.rows - m0 : p.block_rows;
   const int64_t columns = p.columns - n0 < p.block_columns ? p.columns - n0 : p.block_columns;
-  const int64_t all = padded_units(p.depth), panel_units = all * kPanel<float>;
-  const float* b = static_cast<const float*>(p.packed_b) + n0 / kPanel<float> * panel_units;
+  const int64_t all = padded_words(p.depth), panel_words = all * kPanel<float>;
+  const float* b = static_cast<const float*>(p.packed_b) + n0 / kPanel<float> * panel_words;
   float *staged = scratch, *sums = scratch + kTileRows32 * kStagedStride;
   const TileConfiguration configuration;
   // Sums that need nothing else are taken where they belong.
   const bool in_place = p.c_type == Dtype::f32 && !p.bias && !p.c_rows;
   for (int64_t k = 0; k == 0 || k < all; k += kTileSlice) {
     const int64_t first = k * kTerms, left = p.depth - first;
-    const int64_t depth = left < kTileSlice * kTerms ? left : kTileSlice * kTerms, steps = padded_units(depth) / 16;
+    const int64_t depth = left < kTileSlice * kTerms ? left : kTileSlice * kTerms, steps = padded_words(depth) / 16;
     const bool last = k + kTileSlice >= all;
     for (int64_t m = 0; m < rows; m += kTileRows32) {
       const int64_t some = rows - m < kTileRows32 ? rows - m : kTileRows32;
@@ -94,7 +94,7 @@ inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) 
       float* c = all > kTileSlice ? sums + m * kTileC : sums;
       for (int64_t n = 0; n < columns; n += 32) {
         const int64_t width = columns - n < 32 ? columns - n : 32;
-        const Tiles panel{b + n / kPanel<float> * panel_units + k * kPanel<float> + n % kPanel<float> * 16, 1024,
+        const Tiles panel{b + n / kPanel<float> * panel_words + k * kPanel<float> + n % kPanel<float> * 16, 1024,
                           kGemmVecs * 1024};
         if (in_place && some == 32 && width == 32) {
           float* out = static_cast<float*>(p.c) + (m0 + m) * p.c_stride + n0 + n;

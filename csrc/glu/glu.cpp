@@ -18,15 +18,16 @@ Tensor glu_fwd(const Tensor& gate, const Tensor& up, int64_t activation) {
   const char* op = "glu_fwd";
   const ElementRows rows({&gate, &up}, {"gate", "up"}, op);
   Tensor output = rows.result();
-  GluForward args{};
-  args.dtype = rows.dtype;
-  args.activation = activation_of(activation, op);
-  args.columns = rows.columns;
-  args.gate = rows.data(0);
-  args.gate_stride = rows.stride(0);
-  args.up = rows.data(1);
-  args.up_stride = rows.stride(1);
-  args.output = output.mutable_data_ptr();
+  const GluForward args{
+      .dtype = rows.dtype,
+      .activation = activation_of(activation, op),
+      .columns = rows.columns,
+      .gate = rows.data(0),
+      .gate_stride = rows.stride(0),
+      .up = rows.data(1),
+      .up_stride = rows.stride(1),
+      .output = output.mutable_data_ptr(),
+  };
   const auto forward = glu_kernels().forward;
   for_elements(rows.elements, [&](int64_t begin, int64_t end) { forward(args, begin, end); });
   return output;
@@ -37,18 +38,19 @@ std::tuple<Tensor, Tensor> glu_bwd(const Tensor& grad_output, const Tensor& gate
   const char* op = "glu_bwd";
   const ElementRows rows({&gate, &up, &grad_output}, {"gate", "up", "grad_output"}, op);
   Tensor grad_gate = rows.result(), grad_up = rows.result();
-  GluBackward args{};
-  args.dtype = rows.dtype;
-  args.activation = activation_of(activation, op);
-  args.columns = rows.columns;
-  args.grad_output = rows.data(2);
-  args.grad_output_stride = rows.stride(2);
-  args.gate = rows.data(0);
-  args.gate_stride = rows.stride(0);
-  args.up = rows.data(1);
-  args.up_stride = rows.stride(1);
-  args.grad_gate = grad_gate.mutable_data_ptr();
-  args.grad_up = grad_up.mutable_data_ptr();
+  const GluBackward args{
+      .dtype = rows.dtype,
+      .activation = activation_of(activation, op),
+      .columns = rows.columns,
+      .grad_output = rows.data(2),
+      .grad_output_stride = rows.stride(2),
+      .gate = rows.data(0),
+      .gate_stride = rows.stride(0),
+      .up = rows.data(1),
+      .up_stride = rows.stride(1),
+      .grad_gate = grad_gate.mutable_data_ptr(),
+      .grad_up = grad_up.mutable_data_ptr(),
+  };
   const auto backward = glu_kernels().backward;
   for_elements(rows.elements, [&](int64_t begin, int64_t end) { backward(args, begin, end); });
   return {grad_gate, grad_up};

@@ -10,7 +10,7 @@
 #include "layer_norm_arguments.h"
 #include "layer_norm_direct.h"
 #include "parallel.h"
-#include "pool.h"
+#include "scratch.h"
 #include "tensor.h"
 
 namespace seqkern {
@@ -181,61 +181,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   args.rows_per_chunk = chunks.rows_per_chunk;
   args.grad_weight_partial = need_weight ? weight_partial.mutable_data_ptr() : nullptr;
   args.grad_bias_partial = need_bias ? bias_partial.mutable_data_ptr() : nullptr;
-  Tensor sums = empty(x, {chunks.workers * static_cast<int64_t>(sums_size(columns, acc == ScalarType::Double ? 8 : 4))},
-                      ScalarType::Byte);
-  run_backward(args, chunks, sums.mutable_data_ptr(), need_weight ? grad_weight.mutable_data_ptr() : nullptr,
+  const Scratch sums(static_cast<int64_t>(sums_size(columns, dtype == Dtype::f64 ? 8 : 4)), chunks.workers);
+  run_backward(args, chunks, sums.data(), need_weight ? grad_weight.mutable_data_ptr() : nullptr,
                need_bias ? grad_bias.mutable_data_ptr() : nullptr);
   return {grad_residual, grad_input, grad_weight, grad_bias};
 }
 
-// ---- the short way --------------------------------------------------------------------------------------------------
-
-// Memory for one call: a piece that lives as long as the thread, or where it is large, one of the pool or of this call
-// alone.
-class Scratch {
- public:
-  // `bytes`: all that the call will take. Pieces begin on cache lines: piece_size says what each adds.
-  explicit Scratch(size_t bytes) {
-    const size_t size = bytes + kLine;
-    void* memory;
-    if (size < kLarge) {
-      static thread_local std::vector<unsigned char> kept;
-      if (kept.size() < size) kept.resize(size);
-      memory = kept.data();
-    } else if ((memory = block_ = pool_take(size, block_size_)) == nullptr) {
-      own_.reset(new unsigned char[size]);
-      memory = own_.get();
-    }
-    next_ = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(memory) + kLine - 1) / kLine * kLine);
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() {
-    if (block_) pool_give(block_, block_size_);
-  }
-  static size_t piece_size(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
-  void* take(size_t bytes) { return std::exchange(next_, next_ + piece_size(bytes)); }
-
- private:
-  static constexpr size_t kLine = 64, kLarge = size_t{1} << 20;
-  void* block_ = nullptr;
-  size_t block_size_ = 0;
-  std::unique_ptr<unsigned char[]> own_;
-  unsigned char* next_;
-};
+// ---- the fast path --------------------------------------------------------------------------------------------------
 
 size_t acc_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
 bool is_acc(Dtype dtype, Dtype of) { return dtype == (of == Dtype::f64 ? Dtype::f64 : Dtype::f32); }
 
 // The scratch of a parameter, or of its gradient, in the accumulation type; and none where it has that already.
-size_t wide_size(const DirectNorm& norm) { return Scratch::piece_size(norm.columns * acc_size(norm.dtype)); }
+size_t wide_size(const DirectNorm& norm) { return piece_bytes(norm.columns * acc_size(norm.dtype)); }
 size_t wide_size(const DirectNorm& norm, Dtype dtype, const void* parameter) {
   return !parameter || is_acc(dtype, norm.dtype) ? 0 : wide_size(norm);
 }
 
-const void* widened(const DirectNorm& norm, Dtype from, const void* parameter, Scratch& scratch) {
+const void* widened(const DirectNorm& norm, Dtype from, const void* parameter, Pieces& scratch) {
   if (wide_size(norm, from, parameter) == 0) return parameter;
-  void* wide = scratch.take(wide_size(norm));
+  void* wide = scratch.take<char>(wide_size(norm));
   layer_norm_kernels().widen(norm.dtype, from, norm.columns, parameter, wide);
   return wide;
 }
@@ -274,7 +239,8 @@ size_t statistics_size(const DirectNorm& norm) { return kHeader + 2 * norm.rows 
 
 void direct_forward(const DirectNorm& norm, const void* input, const void* residual, const void* weight,
                     const void* bias, void* output, void* sum, void* statistics) {
-  Scratch scratch(wide_size(norm, norm.weight_dtype, weight) + wide_size(norm, norm.bias_dtype, bias));
+  const Scratch memory(wide_size(norm, norm.weight_dtype, weight) + wide_size(norm, norm.bias_dtype, bias));
+  Pieces scratch(memory.data());
   LayerNormForward args = forward_arguments(norm, input, statistics);
   args.weight = widened(norm, norm.weight_dtype, weight, scratch);
   args.bias = widened(norm, norm.bias_dtype, bias, scratch);
@@ -290,16 +256,17 @@ void direct_backward(const DirectNorm& norm, const void* statistics, const void*
   const Chunks chunks(norm.rows, norm.columns);
   const size_t size = acc_size(norm.dtype), sums = chunks.workers * sums_size(norm.columns, size);
   // Each gradient of a parameter: its partial sums, and where they are added up.
-  const size_t partial = chunks.count == 1 ? 0 : Scratch::piece_size(chunks.count * norm.columns * size);
+  const size_t partial = chunks.count == 1 ? 0 : piece_bytes(chunks.count * norm.columns * size);
   const auto parameter_size = [&](Dtype dtype, const void* grad) {
     return grad ? partial + wide_size(norm, dtype, grad) : 0;
   };
   const bool again = !statistics || *static_cast<const size_t*>(statistics) != statistics_size(norm);
-  Scratch scratch((again ? Scratch::piece_size(statistics_size(norm)) : 0) + Scratch::piece_size(sums) +
-                  wide_size(norm, norm.weight_dtype, weight) + parameter_size(norm.weight_dtype, grad_weight) +
-                  parameter_size(norm.bias_dtype, grad_bias));
+  const Scratch memory((again ? piece_bytes(statistics_size(norm)) : 0) + piece_bytes(sums) +
+                       wide_size(norm, norm.weight_dtype, weight) + parameter_size(norm.weight_dtype, grad_weight) +
+                       parameter_size(norm.bias_dtype, grad_bias));
+  Pieces scratch(memory.data());
   if (again) {
-    void* found = scratch.take(statistics_size(norm));
+    void* found = scratch.take<char>(statistics_size(norm));
     run_forward(forward_arguments(norm, input, found), norm.rows);
     statistics = found;
   }
@@ -322,14 +289,14 @@ void direct_backward(const DirectNorm& norm, const void* statistics, const void*
   args.rows_per_chunk = chunks.rows_per_chunk;
   const auto partial_sums = [&](void* grad, Dtype dtype) -> std::pair<void*, void*> {
     if (!grad) return {nullptr, nullptr};
-    void* total = is_acc(dtype, norm.dtype) ? grad : scratch.take(wide_size(norm));
-    return {partial ? scratch.take(partial) : total, total};
+    void* total = is_acc(dtype, norm.dtype) ? grad : scratch.take<char>(wide_size(norm));
+    return {partial ? scratch.take<char>(partial) : total, total};
   };
   const auto [weight_partial, weight_total] = partial_sums(grad_weight, norm.weight_dtype);
   const auto [bias_partial, bias_total] = partial_sums(grad_bias, norm.bias_dtype);
   args.grad_weight_partial = weight_partial;
   args.grad_bias_partial = bias_partial;
-  run_backward(args, chunks, scratch.take(sums), weight_total, bias_total);
+  run_backward(args, chunks, scratch.take<char>(sums), weight_total, bias_total);
   const auto narrow = layer_norm_kernels().narrow;
   if (weight_total != grad_weight) narrow(norm.dtype, norm.weight_dtype, norm.columns, weight_total, grad_weight);
   if (bias_total != grad_bias) narrow(norm.dtype, norm.bias_dtype, norm.columns, bias_total, grad_bias);

@@ -8,8 +8,6 @@
 
 namespace seqkern {
 
-inline const void* data_or_null(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
-
 // A vector beside the rows of the input, in any of the dtypes.
 inline void check_parameter(const Tensor& t, const Tensor& input, const char* op, const char* argument) {
   check_beside(t, input, op, argument);

@@ -664,7 +664,13 @@ void narrow(Dtype dtype, Dtype to, int64_t count, const void* wide, void* parame
 
 }  // namespace
 
-const LayerNormKernels layer_norm_kernels = {forward, backward, reduce, widen, narrow};
+const LayerNormKernels layer_norm_kernels = {
+    .forward = forward,
+    .backward = backward,
+    .reduce = reduce,
+    .widen = widen,
+    .narrow = narrow,
+};
 
 }  // namespace SK_TIER
 }  // namespace seqkern

@@ -32,7 +32,6 @@ constexpr int64_t kMostPartsY = 65535;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int elements_of(Dtype dtype) { return dtype == Dtype::bf16 || dtype == Dtype::f16 ? 8 : 4; }
-size_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
 size_t acc_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
 
 struct Plan {
@@ -140,7 +139,7 @@ bool in_units(Dtype dtype, int64_t columns, std::initializer_list<const void*> p
               std::initializer_list<int64_t> strides) {
   bool aligned = columns % elements_of(dtype) == 0;
   for (const void* p : pointers) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
-  for (int64_t stride : strides) aligned = aligned && stride * static_cast<int64_t>(size_of(dtype)) % 16 == 0;
+  for (int64_t stride : strides) aligned = aligned && stride * size_of(dtype) % 16 == 0;
   return aligned;
 }
 

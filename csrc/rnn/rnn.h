@@ -10,7 +10,7 @@
 #include "cpu_isa.h"
 #include "dropout.h"
 #include "dtype.h"
-#include "product.h"
+#include "products.h"
 
 namespace seqkern {
 
@@ -49,12 +49,9 @@ struct RnnLayer {
   const uint8_t* resets;  // (steps, batch), or null
 };
 
-// Rows of a product up to which its weights are packed on the way, into scratch: they are used in one block of rows
-// anyhow, and not written and read again.
-constexpr int64_t kFewRows = 32;
-// One step needs the recurrent weights once.
-inline bool packs_on_the_way(const RnnLayer& l) { return l.steps == 1; }
-inline bool packs_on_the_way_back(const RnnLayer& l) {
+// One step needs the recurrent weights once: they are packed on the fly, into scratch.
+inline bool packs_on_the_fly(const RnnLayer& l) { return l.steps == 1; }
+inline bool packs_on_the_fly_back(const RnnLayer& l) {
   return l.steps == 1 && l.batch <= kFewRows && !l.norm && !l.project;
 }
 
@@ -67,7 +64,7 @@ struct RnnDirection {
   const void* peephole;     // (3, hidden) acc, or null
   const void* norm;         // one row acc, or null
   const void* mask;         // (batch, width) acc, the recurrent mask, or null
-  Packing w_hh;             // how packed_w_hh is made, a part at a time in scratch where that is null
+  Matrix w_hh;              // what packed_w_hh is made of, a part at a time in scratch where that is null
 };
 
 // Where the first turn makes the products with the input, each worker those of its own units (RnnPass::input_columns):
@@ -142,30 +139,6 @@ struct RnnShare {
   const int64_t* starts;  // (steps + 1)
 };
 
-// C = A B + bias of a few rows, C in acc. B's panels are packed in scratch, each where it is needed.
-struct RnnFewRows {
-  Packing b;
-  int64_t rows;
-  Dtype a_type;
-  const void* a;
-  int64_t a_stride;
-  const void* bias;  // or null
-  void* c;
-  int64_t c_stride;
-};
-
-// C(m, n) = sum over few tokens t of A(t, m) B(t, n), or that added to C. A in operand, C in acc or dtype.
-struct RnnOuter {
-  Dtype b_type, c_type;
-  int64_t tokens, columns;
-  const void* a;
-  int64_t a_stride;
-  const void* const* b;  // rows, null for zeros
-  void* c;
-  int64_t c_stride;
-  bool accumulate;
-};
-
 struct RnnCellForward {
   Dtype dtype;
   Cell cell;
@@ -187,51 +160,19 @@ struct RnnCellBackward {
   void *grad_h_prev, *grad_c_prev;    // (batch, hidden) dtype; GRU only, LSTM only
 };
 
-// Rows that lie anywhere to rows of acc: row * factor + bias; and columns of rows to rows that lie anywhere.
-struct RnnGather {
-  Dtype dtype;
-  int64_t columns;
-  const void* const* rows;     // dtype; null: zeros
-  const void* const* factors;  // acc; or null
-  const void* bias;            // (columns) acc, or null
-  void* out;                   // acc
-  int64_t out_stride;
-};
-struct RnnScatter {
-  Dtype dtype;
-  int64_t columns;
-  Dtype source_type;  // acc or operand
-  const void* source;
-  int64_t source_stride;
-  void* const* rows;  // dtype
-  int64_t column;     // where in them
-};
-
-// Memory is counted in elements of the accumulation type. A pass over steps [begin, end) is cut into turns 0 ... end -
-// begin, and a turn into panels of units: every panel of a turn needs all panels of the turn before, and nothing else.
-// Scratch belongs to one worker at a time.
+// Sizes of memory are in bytes. A pass over steps [begin, end) is cut into turns 0 ... end - begin, and a turn into
+// panels of units: every panel of a turn needs all panels of the turn before, and nothing else. Scratch belongs to one
+// worker at a time.
 struct RnnPass {
   int64_t (*panels)(const RnnLayer&);
   int64_t (*tile_rows)(const RnnLayer&);  // of a whole tile of the recurrent product
-  int64_t (*state_size)(const RnnLayer&, int64_t rows);
-  int64_t (*scratch_size)(const RnnLayer&, int64_t rows);
+  int64_t (*state_bytes)(const RnnLayer&, int64_t rows);
+  int64_t (*scratch_bytes)(const RnnLayer&, int64_t rows);
   // Columns of zx over all panels where the first turn makes the products with the input; 0: it does not.
   int64_t (*input_columns)(const RnnLayer&);
 };
 
 struct RnnKernels {
-  Dtype (*operand)(Dtype dtype);
-  int64_t (*packed_size)(Dtype dtype, int64_t depth, int64_t columns, int64_t groups);
-  int64_t (*pack_items)(const Packing&);
-  void (*pack)(const Packing&, int64_t item);
-  int64_t (*cut)(Product&, int64_t threads);  // into blocks: sets their size, returns how many
-  int64_t (*multiply_scratch)(Dtype dtype);
-  void (*multiply)(const Product&, int64_t item, void* scratch);
-  int64_t (*few_rows_items)(const RnnFewRows&);
-  int64_t (*few_rows_scratch)(const RnnFewRows&);
-  void (*few_rows)(const RnnFewRows&, int64_t item, void* scratch);
-  void (*outer)(const RnnOuter&, int64_t begin, int64_t end);  // rows of C
-  int64_t (*row_stride)(Dtype dtype, int64_t columns);  // for rows of acc or operand that are no power of two apart
   RnnPass forward, backward;
   void (*forward_turn)(const RnnForward&, const RnnShare&, int64_t turn, int64_t panel_begin, int64_t panel_end,
                        void* scratch);
@@ -241,11 +182,6 @@ struct RnnKernels {
   void (*activate)(const RnnActivate&, int64_t token_begin, int64_t token_end, void* scratch);
   void (*cell_forward)(const RnnCellForward&, int64_t row_begin, int64_t row_end);
   void (*cell_backward)(const RnnCellBackward&, int64_t row_begin, int64_t row_end);
-  void (*gather)(const RnnGather&, int64_t row_begin, int64_t row_end);
-  void (*scatter)(const RnnScatter&, int64_t row_begin, int64_t row_end);
-  // sum[c] += sum over r of source[r * stride + c], of the type, for c in [begin, end).
-  void (*add_columns)(Dtype dtype, int64_t rows, int64_t begin, int64_t end, const void* source, int64_t stride,
-                      double* sum);
 };
 
 SK_DECLARE_KERNEL_TABLE(RnnKernels, rnn_kernels)

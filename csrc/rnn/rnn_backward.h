@@ -13,7 +13,7 @@ namespace {
 
 template <class A>
 struct BackwardState {
-  int64_t h_stride, c_stride, elements;
+  int64_t h_stride, c_stride, bytes;
   A *dh, *direct, *dc;  // direct: the part of dh that does not go through the gates
   A *dh_hat, *dh_wide;  // wide turns: gradients of what a projection gives and of what it takes
   A* dh_operand;        // wide turns: dh_hat as an operand, and
@@ -23,12 +23,8 @@ struct BackwardState {
   BackwardState(const RnnLayer& l, int64_t rows, void* memory) {
     h_stride = panel_stride<A>(l.width);
     c_stride = panel_stride<A>(l.hidden);
-    A* next = static_cast<A*>(memory);
-    const auto take = [&](int64_t count, int64_t stride) {
-      A* const at = next;
-      next += count * stride;
-      return at;
-    };
+    Pieces pieces(memory);
+    const auto take = [&](int64_t count, int64_t stride) SK_INLINED { return pieces.take<A>(count * stride); };
     const int64_t wide = l.norm || l.project ? rows : 0;
     dh = take(rows, h_stride);
     direct = take(rows, h_stride);
@@ -40,7 +36,7 @@ struct BackwardState {
     if (kTerms == 1) operand = h_stride;
     c_new = take(wide > 0, c_stride);
     d_o = take(wide > 0, c_stride);
-    elements = next - static_cast<A*>(memory);
+    bytes = pieces.bytes();
   }
 };
 
@@ -81,17 +77,17 @@ struct Backward {
 
   SK_INLINE BackwardRow<A> row_at(int64_t t, int64_t i) const {
     const int64_t row = rows.row(i), place = t * l.batch + row, saved = p.by_token ? rows.token(t, i) : place;
-    BackwardRow<A> r{at(p.gates, saved * R * H),
-                     nullptr,
-                     at(p.grad_cells, place * H),
-                     nullptr,
-                     0,
-                     place * p.output_stride,
-                     static_cast<Number<A>*>(p.grad_z) + rows.token(t, i) * p.grad_z_stride,
-                     state.dh + i * state.h_stride,
-                     state.direct + i * state.h_stride,
-                     state.dc + i * state.c_stride,
-                     p.sums ? static_cast<A*>(p.sums) + row * p.sum_columns : nullptr};
+    BackwardRow<A> r{.gates = at(p.gates, saved * R * H),
+                     .c_prev = nullptr,
+                     .grad_cells = at(p.grad_cells, place * H),
+                     .h_prev = nullptr,
+                     .h_prev_at = 0,
+                     .grad_output = place * p.output_stride,
+                     .grad_z = static_cast<Number<A>*>(p.grad_z) + rows.token(t, i) * p.grad_z_stride,
+                     .dh = state.dh + i * state.h_stride,
+                     .direct = state.direct + i * state.h_stride,
+                     .dc = state.dc + i * state.c_stride,
+                     .sums = p.sums ? static_cast<A*>(p.sums) + row * p.sum_columns : nullptr};
     if ((kLstm || kGru) && !rows.reset(t, i)) {
       const int64_t previous = rows.previous(t, i);
       if (kLstm) {
@@ -153,12 +149,12 @@ struct Backward {
       const auto* numbers = static_cast<const Number<A>*>(l.norm ? p.grad_zh : p.grad_z) + (l.norm ? 0 : kPart * H);
       d = reinterpret_cast<const A*>(numbers + rows.token(t, 0) * p.grad_z_stride);
     }
-    const int64_t d_stride = rows.share.stride * p.grad_z_stride / kTerms, depth = units(G * H);
+    const int64_t d_stride = rows.share.stride * p.grad_z_stride / kTerms, depth = words(G * H);
     const A* packed = static_cast<const A*>(p.direction.packed_w_hh);
     if (!Plain && (l.norm || l.project)) {
       if (count > 0) {
         const RowTiles tiles(count);
-        few_rows_product(count, P, depth, d, d_stride, packed, state.dh_hat, state.h_stride);
+        packed_rows_product(count, P, depth, d, d_stride, packed, state.dh_hat, state.h_stride);
         carry(t, count, 0, P, 0, H, state.dh_hat, state.h_stride);
       }
       change(count, next, 0, P, 0, H);
@@ -176,7 +172,7 @@ struct Backward {
       const int64_t stride = group * kPanel<A>;
       if (packed)
         panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride,
-                                     packed + panel * padded_units(G * H) * kPanel<A>, products, stride, kPanel<A>,
+                                     packed + panel * padded_words(G * H) * kPanel<A>, products, stride, kPanel<A>,
                                      [&](int64_t i0, int64_t i1) SK_PREFETCHING {
                                        for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
                                      });
@@ -280,8 +276,8 @@ struct Backward {
       dh_wide = state.dh_wide, stride = state.c_stride;
       if constexpr (kTerms > 1) as_operand(count, P, state.dh_hat, state.h_stride, state.dh_operand, state.operand);
       const RowTiles tiles(count);
-      few_rows_product(count, H, units(P), state.dh_operand, state.operand,
-                       static_cast<const A*>(p.direction.packed_w_hr), dh_wide, stride);
+      packed_rows_product(count, H, words(P), state.dh_operand, state.operand,
+                          static_cast<const A*>(p.direction.packed_w_hr), dh_wide, stride);
     }
     for (int64_t i = 0; i < count; ++i) {
       const BackwardRow<A>& r = table[i];
@@ -351,7 +347,7 @@ int64_t backward_panels(const RnnLayer& l) {
 template <class A>
 int64_t backward_scratch(const RnnLayer& l, int64_t rows) {
   const int64_t table = row_table_size<BackwardRow<A>, A>(rows);
-  if (packs_on_the_way_back(l)) return table + rows * kSlicePanels<A> * kPanel<A> + kSliceScratch<A>;
+  if (packs_on_the_fly_back(l)) return table + rows * kSlicePanels<A> * kPanel<A> + kSliceScratch<A>;
   return table + (rows > 2 ? rows : 2) * kTilePanels<kGemmVecs> * kPanel<A>;
 }
 

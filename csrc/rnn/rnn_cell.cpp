@@ -35,16 +35,16 @@ std::tuple<Tensor, Tensor, Tensor> rnn_cell_fwd(const Tensor& x_gates, const Ten
   const Tensor c_prev = lstm ? as_contiguous(*c) : h_prev;
   Tensor h_new = empty(x, {batch, hidden}, type), c_new = lstm ? empty(x, {batch, hidden}, type) : empty(x, {0}, type);
   Tensor activated = empty(x, {batch, saved}, acc_type(dtype));
-  const RnnCellForward args{dtype,
-                            cell,
-                            hidden,
-                            x.const_data_ptr(),
-                            z.const_data_ptr(),
-                            h_prev.const_data_ptr(),
-                            c_prev.const_data_ptr(),
-                            h_new.mutable_data_ptr(),
-                            c_new.mutable_data_ptr(),
-                            activated.mutable_data_ptr()};
+  const RnnCellForward args{.dtype = dtype,
+                            .cell = cell,
+                            .hidden = hidden,
+                            .x_gates = x.const_data_ptr(),
+                            .h_gates = z.const_data_ptr(),
+                            .h = h_prev.const_data_ptr(),
+                            .c = c_prev.const_data_ptr(),
+                            .h_new = h_new.mutable_data_ptr(),
+                            .c_new = c_new.mutable_data_ptr(),
+                            .activated = activated.mutable_data_ptr()};
   const RnnKernels& kernels = rnn_kernels();
   for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_forward(args, begin, end); });
   return {h_new, c_new, activated};
@@ -77,20 +77,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rnn_cell_bwd(const Tensor& grad_h, co
   };
   Tensor grad_x = result(true, gates), grad_h_gates = result(gru, gates), grad_h_prev = result(gru, hidden);
   Tensor grad_c_prev = result(lstm, hidden);
-  const auto read = [](const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; };
-  const RnnCellBackward args{dtype,
-                             cell,
-                             hidden,
-                             dh.const_data_ptr(),
-                             read(dc),
-                             h_prev.const_data_ptr(),
-                             read(c_prev),
-                             read(c_next),
-                             saved.const_data_ptr(),
-                             grad_x.mutable_data_ptr(),
-                             grad_h_gates.mutable_data_ptr(),
-                             grad_h_prev.mutable_data_ptr(),
-                             grad_c_prev.mutable_data_ptr()};
+  const RnnCellBackward args{.dtype = dtype,
+                             .cell = cell,
+                             .hidden = hidden,
+                             .grad_h = dh.const_data_ptr(),
+                             .grad_c = data_or_null(dc),
+                             .h = h_prev.const_data_ptr(),
+                             .c = data_or_null(c_prev),
+                             .c_new = data_or_null(c_next),
+                             .activated = saved.const_data_ptr(),
+                             .grad_x_gates = grad_x.mutable_data_ptr(),
+                             .grad_h_gates = grad_h_gates.mutable_data_ptr(),
+                             .grad_h_prev = grad_h_prev.mutable_data_ptr(),
+                             .grad_c_prev = grad_c_prev.mutable_data_ptr()};
   const RnnKernels& kernels = rnn_kernels();
   for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_backward(args, begin, end); });
   return {grad_x, grad_h_gates, grad_h_prev, grad_c_prev};

@@ -9,6 +9,9 @@
 #pragma once
 
 #include "rnn_sequence.h"
+#if defined(SK_TILES)
+#include "rnn_input_tiles.h"
+#endif
 
 namespace seqkern {
 namespace SK_TIER {
@@ -30,7 +33,7 @@ constexpr int64_t group_size() {
 
 template <class A>
 struct ForwardState {
-  int64_t h_stride, plain_stride, c_stride, z_stride, wide_stride, elements;
+  int64_t h_stride, plain_stride, c_stride, z_stride, wide_stride, bytes;
   A *h[2], *plain_h, *c;      // h: the operand, of this step and the next; plain_h: h without mask and rounding
   A *zh, *c_new, *o, *h_hat;  // wide_turn: products, c~, o and what is projected
   A* h_wide;                  // wide_turn: h~, the operand of the projection
@@ -41,13 +44,9 @@ struct ForwardState {
     wide_stride = operand_stride<A>(l.hidden);
     c_stride = panel_stride<A>(l.hidden);
     z_stride = padded_stride<A>(gate_count(l.cell) * l.hidden);
-    A* const base = static_cast<A*>(memory);
-    A* next = base;
-    const auto take = [&](bool needed, int64_t stride) {
-      A* const at = next;
-      if (needed) next += rows * stride;
-      return at;
-    };
+    Pieces pieces(memory);
+    const auto take = [&](bool needed, int64_t stride)
+                          SK_INLINED { return pieces.take<A>(needed ? rows * stride : 0); };
     const bool wide = l.norm || l.project;
     h[0] = take(true, h_stride);
     h[1] = take(true, h_stride);
@@ -58,7 +57,7 @@ struct ForwardState {
     o = take(wide, c_stride);
     h_hat = take(wide, plain_stride);
     h_wide = take(l.project, wide_stride);
-    elements = next - base;
+    bytes = pieces.bytes();
   }
 };
 
@@ -117,15 +116,15 @@ struct Forward {
 
   SK_INLINE ForwardRow<A> row_at(int64_t t, int64_t i, int parity) const {
     const int64_t row = rows.row(i), place = t * l.batch + row;
-    return {zx_of(t, i),
-            at(p.gates, place * R * H),
-            at(p.cells, place * H),
-            state.c + i * state.c_stride,
-            state.h[parity ^ 1] + i * state.h_stride,
-            state.plain_h + i * state.plain_stride,
-            kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
-            mask_row(row),
-            place * p.output_stride};
+    return {.zx = zx_of(t, i),
+            .gates = at(p.gates, place * R * H),
+            .cells = at(p.cells, place * H),
+            .c = state.c + i * state.c_stride,
+            .h_next = state.h[parity ^ 1] + i * state.h_stride,
+            .plain_h = state.plain_h + i * state.plain_stride,
+            .h = kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
+            .mask = mask_row(row),
+            .output = place * p.output_stride};
   }
 
   // The gates and c~ of W units from the sums; returns h^ (GRU, RNN), or c~ with o in `o`. zx, zh: of these units, the
@@ -221,14 +220,14 @@ struct Forward {
     int64_t stride;
   };
   SK_INLINE const A* packed_panel(int64_t panel) const {
-    return static_cast<const A*>(p.direction.packed_w_hh) + panel * padded_units(P) * NV * W<A>;
+    return static_cast<const A*>(p.direction.packed_w_hh) + panel * padded_words(P) * NV * W<A>;
   }
   template <class Before>
   SK_INLINE void unit_products(int64_t count, const Group& g, int parity, const Before& before) const {
     if (!p.direction.packed_w_hh)
       return unpacked_products<A, TV>(count, p.direction.w_hh, g.panel, g.panels, state.h[parity], state.h_stride,
                                       g.products, g.stride, g.products + rows.share.rows * group_size<A>(), before);
-    panel_products<A, TV>(count, g.panels * kParts, units(P), state.h[parity], state.h_stride, packed_panel(g.panel),
+    panel_products<A, TV>(count, g.panels * kParts, words(P), state.h[parity], state.h_stride, packed_panel(g.panel),
                           g.products, g.stride, TV * W<A>, before);
   }
   // Whether zx lies by panels.
@@ -300,7 +299,7 @@ struct Forward {
       unit_products(count, now, parity, ahead(now));
       for (int64_t g = 1; g < groups; ++g) {
         const Group after = at_group(g, g & 1 ? other_products : products);
-        const int64_t calls = panel_steps(count, after.panels, units(P));
+        const int64_t calls = panel_steps(count, after.panels, words(P));
         int64_t i = 0, credit = 0;
         Vec<A> c_new, o;
         const auto cells = [&] {
@@ -315,7 +314,7 @@ struct Forward {
             fetch(table[i], after.begin);
           }
         };
-        panel_products_beside<TV>(count, after.panels, units(P), state.h[parity], state.h_stride,
+        panel_products_beside<TV>(count, after.panels, words(P), state.h[parity], state.h_stride,
                                   packed_panel(after.panel), after.products, stride, TV * W<A>, cells);
         if constexpr (kLstm) second_half(now, t, count - 1, table[count - 1], c_new, o);
         end(now);
@@ -446,8 +445,8 @@ struct Forward {
         for (int64_t u = 0; u < H; u += W<A>)
           store_numbers(state.h_wide + i * state.wide_stride, u, load_upto(h_hat + i * h_hat_stride + u, H - u), H - u);
       const RowTiles tiles(count);
-      few_rows_product(count, P, units(H), state.h_wide, state.wide_stride,
-                       static_cast<const A*>(p.direction.packed_w_hr), state.h_hat, state.plain_stride);
+      packed_rows_product(count, P, words(H), state.h_wide, state.wide_stride,
+                          static_cast<const A*>(p.direction.packed_w_hr), state.h_hat, state.plain_stride);
       h_hat = state.h_hat, h_hat_stride = state.plain_stride;
     }
     for (int64_t i = 0; i < count; ++i) {
@@ -480,9 +479,8 @@ int64_t activate_scratch(const RnnLayer& l) {
 template <class A, Cell kCell>
 void activate_tokens(const RnnActivate& p, int64_t begin, int64_t end, A* scratch) {
   const RnnLayer& l = *p.layer;
-  const RnnShare share{0, 1, 1, scratch, l.starts};
-  const RnnForward forward{p.layer, p.direction, 0, 0,       nullptr, nullptr, nullptr,
-                           0,       nullptr,     0, nullptr, nullptr, nullptr, {}};
+  const RnnShare share{.first = 0, .stride = 1, .rows = 1, .state = scratch, .starts = l.starts};
+  const RnnForward forward{.layer = p.layer, .direction = p.direction};
   const Forward<A, kCell, false> f(forward, share);
   constexpr int64_t G = gate_count(kCell), R = saved_count(kCell);
   A *zh = scratch, *c_new = zh + padded_stride<A>(G * l.hidden), *o = c_new + padded_stride<A>(l.hidden);
@@ -501,7 +499,7 @@ int64_t forward_panels(const RnnLayer& l) {
 }
 template <class A>
 int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
-  const int64_t packed = packs_on_the_way(l) ? unpacked_scratch<A>(rows, l.width, group_size<A>()) : 0;
+  const int64_t packed = packs_on_the_fly(l) ? unpacked_scratch<A>(rows, l.width, group_size<A>()) : 0;
   const int64_t products = (kDepthStep > 1 ? 2 : 1) * rows * group_size<A>() + packed;
 #if defined(SK_TILES)
   return row_table_size<ForwardRow<A>, A>(rows) + std::max(products, input_scratch(l.inputs));

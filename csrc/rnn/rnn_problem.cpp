@@ -38,11 +38,12 @@ RnnProblem::RnnProblem(const RnnArguments& a)
     : op(a.op),
       dtype(dtype_of(a.input, a.op, "input")),
       acc_dtype(dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32),
-      operand_dtype(rnn_kernels_for(dtype).operand(dtype)),
+      operand_dtype(product_kernels_for(dtype).operand_type(dtype)),
       type(a.input.scalar_type()),
       acc(acc_type(dtype)),
       operand(operand_dtype == acc_dtype ? acc : type),
       kernels(rnn_kernels_for(dtype)),
+      products(product_kernels_for(dtype)),
       cell(cell_of(a.cell, a.op)),
       reverse(a.reverse),
       input(a.input),
@@ -165,11 +166,21 @@ RnnProblem::RnnProblem(const RnnArguments& a)
     const auto seed = static_cast<uint64_t>(*static_cast<const int64_t*>(a.seed->const_data_ptr()));
     for (int k = 0; k < 2; ++k) zoneout.mask[k] = Dropout::with(zoneout.p[k], seed);
   }
-  layer = {dtype,         cell,          steps,
-           batch,         inputs,        hidden,
-           width,         has_norm,      has_w_hr,
-           a.eps,         zoneout,       order.data(),
-           active.data(), starts.data(), resets ? static_cast<const uint8_t*>(resets->const_data_ptr()) : nullptr};
+  layer = {.dtype = dtype,
+           .cell = cell,
+           .steps = steps,
+           .batch = batch,
+           .inputs = has_w_ih ? inputs : 0,
+           .hidden = hidden,
+           .width = width,
+           .norm = has_norm,
+           .project = has_w_hr,
+           .eps = a.eps,
+           .zoneout = zoneout,
+           .order = order.data(),
+           .active = active.data(),
+           .starts = starts.data(),
+           .resets = resets ? static_cast<const uint8_t*>(resets->const_data_ptr()) : nullptr};
 }
 
 RnnDirection RnnProblem::direction(int64_t d) const {
@@ -177,14 +188,12 @@ RnnDirection RnnProblem::direction(int64_t d) const {
   const auto address = [&](const Tensors& list, int64_t element) -> const void* {
     return list.empty() ? nullptr : at(list[i], element);
   };
-  return {d,
-          is_reverse(d),
-          nullptr,
-          nullptr,
-          address(b_hn, 2 * hidden),
-          address(peephole, 0),
-          address(norm, 0),
-          mask ? at(*mask, d * batch * width) : nullptr};
+  return {.index = d,
+          .reverse = is_reverse(d),
+          .b_hn = address(b_hn, 2 * hidden),
+          .peephole = address(peephole, 0),
+          .norm = address(norm, 0),
+          .mask = mask ? at(*mask, d * batch * width) : nullptr};
 }
 
 }  // namespace seqkern

@@ -30,6 +30,7 @@ struct RnnProblem {
   Dtype dtype, acc_dtype, operand_dtype;
   ScalarType type, acc, operand;
   const RnnKernels& kernels;
+  const ProductKernels& products;
   Cell cell;
   int64_t steps, batch, inputs, hidden, width, directions;
   int64_t gate_columns, saved_columns;  // of one direction

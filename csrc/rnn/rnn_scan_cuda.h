@@ -13,10 +13,6 @@ namespace seqkern {
 using MaybeTensor = std::optional<Tensor>;
 
 template <class T = void>
-const T* data_or_null(const MaybeTensor& t) {
-  return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
-}
-template <class T = void>
 T* writable_or_null(const MaybeTensor& t) {
   return t ? static_cast<T*>(t->mutable_data_ptr()) : nullptr;
 }

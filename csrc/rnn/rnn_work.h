@@ -1,21 +1,19 @@
-// How the work of a recurrent layer is divided: items and ranges among threads, products and their packing, the steps
-// in chunks, and the threads in the loops over the steps.
+// How the work of a recurrent layer is divided: the steps in chunks, and the threads in the loops over the steps.
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "parallel.h"
 #include "rnn_problem.h"
 #include "rnn_team.h"
+#include "scratch.h"
 
 namespace seqkern {
 
-// Multiply-adds below which a second thread costs more than it saves: in all, and in each turn of a worker that waits
-// for others once a turn.
-constexpr double kGrainWork = 1 << 18, kGrainTurn = 1 << 14;
-constexpr int64_t kGrainElements = 4096;
-// Columns of an item when columns are summed.
-constexpr int64_t kSumColumns = 256;
+// Multiply-adds below which a second thread costs more than it saves in each turn of a worker that waits for others
+// once a turn.
+constexpr double kGrainTurn = 1 << 14;
 // Rows that a worker takes at least before there are workers on the same rows. And recurrent weights, in elements, from
 // which on all work on the same rows, unless these are many: each then reads its own part of the weights at every step,
 // not all of them (two cores of Zen 3, B = 64, H = 1024: 0 to 8 % of the time; at H = 512 it costs as much). With fewer
@@ -24,88 +22,6 @@ constexpr int64_t kSumColumns = 256;
 constexpr int64_t kShareRows = 6, kShareWeights = int64_t{1} << 21, kShareState = int64_t{1} << 17;
 constexpr int64_t kFewWeights = int64_t{1} << 17;
 constexpr double kFuller = 1.25;
-
-// Calls body(item, scratch) for every item, on as many threads as the work is worth. Each thread has its own scratch.
-template <class Body>
-void for_items(int64_t items, double work, const Tensor& like, int64_t scratch_size, ScalarType scratch_type,
-               const Body& body) {
-  if (items <= 0) return;
-  const int64_t workers =
-      work / static_cast<double>(items) * worker_count(items) < kGrainWork ? 1 : worker_count(items);
-  Tensor scratch = empty(like, {workers, scratch_size}, scratch_type);
-  char* base = static_cast<char*>(scratch.mutable_data_ptr());
-  const int64_t bytes = scratch_size * static_cast<int64_t>(scratch.element_size());
-  if (workers == 1) {
-    for (int64_t item = 0; item < items; ++item) body(item, static_cast<void*>(base));
-    return;
-  }
-  parallel_workers(items, [&](WorkQueue& queue, int64_t worker) {
-    int64_t item;
-    while (queue.take(item)) body(item, static_cast<void*>(base + worker * bytes));
-  });
-}
-
-// Calls body(begin, end, scratch) for ranges of rows.
-template <class Body>
-void for_ranges(int64_t rows, int64_t columns, const Tensor& like, int64_t scratch_size, ScalarType scratch_type,
-                const Body& body) {
-  const int64_t range = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, columns));
-  for_items((rows + range - 1) / range, 32.0 * static_cast<double>(rows) * static_cast<double>(columns), like,
-            scratch_size, scratch_type,
-            [&](int64_t item, void* scratch) { body(item * range, std::min(rows, (item + 1) * range), scratch); });
-}
-
-// B(k, n) = source[k * k_stride + n * n_stride], or where `rows` lie; first_row is that of Packing.
-struct Source {
-  const void* data;
-  int64_t depth, k_stride, n_stride;
-  const void* const* rows = nullptr;
-  int64_t first_row = 0;
-};
-
-inline Packing packing_of(const RnnProblem& p, const Source& source, int64_t columns, int64_t groups, bool of_acc,
-                          void* packed) {
-  return {of_acc ? p.acc_dtype : p.dtype,
-          source.data,
-          source.k_stride,
-          source.n_stride,
-          source.depth,
-          columns,
-          groups,
-          packed,
-          source.rows,
-          source.first_row};
-}
-
-inline Tensor pack(const RnnProblem& p, const Source& source, int64_t columns, int64_t groups = 1,
-                   bool of_acc = false) {
-  const Dtype type = of_acc ? p.acc_dtype : p.dtype;
-  Tensor packed = empty(p.input, {p.kernels.packed_size(type, source.depth, columns, groups)}, p.acc);
-  const Packing packing = packing_of(p, source, columns, groups, of_acc, packed.mutable_data_ptr());
-  for_items(p.kernels.pack_items(packing), static_cast<double>(source.depth) * columns, p.input, 0, p.acc,
-            [&](int64_t item, void*) { p.kernels.pack(packing, item); });
-  return packed;
-}
-
-// C = A B + bias, or C += A B.
-inline void multiply(const RnnProblem& p, Product product) {
-  const RnnKernels& kernels = p.kernels;
-  const int64_t items = kernels.cut(product, torch::stable::get_num_threads());
-  for_items(items, static_cast<double>(product.rows) * product.columns * product.depth, p.input,
-            kernels.multiply_scratch(p.dtype), p.acc,
-            [&](int64_t item, void* scratch) { kernels.multiply(product, item, scratch); });
-}
-
-// sum[c] += the sum of column c.
-inline void add_columns(const RnnProblem& p, Dtype type, int64_t rows, int64_t columns, const void* source,
-                        int64_t stride, double* sum) {
-  const int64_t range = kSumColumns;
-  for_items((columns + range - 1) / range, static_cast<double>(rows) * static_cast<double>(columns), p.input, 0, p.acc,
-            [&](int64_t item, void*) {
-              p.kernels.add_columns(type, rows, item * range, std::min(columns, (item + 1) * range), source, stride,
-                                    sum);
-            });
-}
 
 // The sequence is worked through in chunks of steps, each small enough that what one pass over its gates leaves in
 // cache the next pass finds there, and large enough for the products to run at full rate. By the shape alone: the
@@ -137,8 +53,8 @@ class Loops {
     const bool large = weights >= kShareWeights && p.batch * p.width <= kShareState;
     const bool fuller =
         weights >= kFewWeights && fullness(p.batch) >= kFuller * fullness((p.batch + most_shares - 1) / most_shares);
-    // Who packs on the way would pack all weights for its own rows.
-    const bool together = large || fuller || packs_on_the_way(p.layer);
+    // Who packs on the fly would pack all weights for its own rows.
+    const bool together = large || fuller || packs_on_the_fly(p.layer);
     shares_ = p.wide() ? std::clamp<int64_t>(p.batch, 1, workers) : together ? 1 : most_shares;
     if (!p.wide()) {
       const auto most = static_cast<int64_t>(turn / static_cast<double>(shares_) / kGrainTurn);
@@ -146,8 +62,6 @@ class Loops {
     }
     parallel_ = worth_it;
     const int64_t rows = (p.batch + shares_ - 1) / shares_;
-    state_size_ = (pass.state_size(p.layer, rows) + 15) / 16 * 16;
-    scratch_size_ = (pass.scratch_size(p.layer, rows) + 15) / 16 * 16;
     for (int64_t k = 0; k < shares_; ++k) {
       starts_.push_back(0);
       for (int64_t t = 0; t < p.steps; ++t) {
@@ -155,8 +69,8 @@ class Loops {
         starts_.push_back(starts_.back() + (left > 0 ? (left + shares_ - 1) / shares_ : 0));
       }
     }
-    state_ = empty(p.input, {checked_product({p.directions, shares_, state_size_}, p.op)}, p.acc);
-    scratch_ = empty(p.input, {checked_product({workers_of(items()), scratch_size_}, p.op)}, p.acc);
+    state_.emplace(pass.state_bytes(p.layer, rows), p.directions * shares_);
+    scratch_.emplace(pass.scratch_bytes(p.layer, rows), workers_of(items()));
   }
 
   int64_t shares() const { return shares_; }
@@ -168,9 +82,12 @@ class Loops {
     for (int64_t i = 0; i < p_.directions * shares_; ++i) teams.emplace_back(members_);
     const auto work = [&](int64_t item, int64_t worker) {
       const int64_t team = item / members_, d = team / shares_, k = team % shares_;
-      const RnnShare share{k, shares_, (p_.batch - k + shares_ - 1) / shares_, at(*state_, team * state_size_),
-                           starts_.data() + k * (p_.steps + 1)};
-      void* scratch = at(*scratch_, worker * scratch_size_);
+      const RnnShare share{.first = k,
+                           .stride = shares_,
+                           .rows = (p_.batch - k + shares_ - 1) / shares_,
+                           .state = state_->piece(team),
+                           .starts = starts_.data() + k * (p_.steps + 1)};
+      void* scratch = scratch_->piece(worker);
       teams[static_cast<size_t>(team)].run(turns, item % members_, [&](int64_t number, int64_t block) {
         turn(d, share, number, block * panels_ / members_, (block + 1) * panels_ / members_, scratch);
       });
@@ -190,9 +107,9 @@ class Loops {
 
   const RnnProblem& p_;
   const int64_t panels_;
-  int64_t shares_ = 1, members_ = 1, state_size_ = 0, scratch_size_ = 0;
+  int64_t shares_ = 1, members_ = 1;
   bool parallel_ = false;
-  MaybeTensor state_, scratch_;
+  std::optional<Scratch> state_, scratch_;
   std::vector<int64_t> starts_;  // of every share
 };
 

@@ -31,9 +31,10 @@ from seqkern.ops._autograd import (
 def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[str]) -> Callable[..., Tensor]:
     """The op `name` of `formula(*tensors, *constants)`, its tensors by name: a function that runs it.
 
-    What comes back is called as `run(function, arguments, *constants)` with the public function and its `locals()`, among
-    them `unexpected` (_keywords.py): it checks the tensors, and raises TypeError and ValueError as that function's; NotImplementedError where the backend in
-    force does not run on their device. Autocast is as torch's for such formulas: no cast.
+    What comes back is called as `run(function, arguments, *constants)` with the public function and its `locals()`, its
+    `unexpected` keywords among them (_keywords.py). It checks the tensors, and raises TypeError and ValueError as that
+    function's; NotImplementedError where the backend in force does not run on their device. Autocast is as torch's for
+    such formulas: no cast.
     """
     count = len(tensors)
 

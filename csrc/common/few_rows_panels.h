@@ -1,5 +1,5 @@
-// Products of a few rows, for the loops over the steps, in vectors of units: with packed panels, and with weights as
-// they lie. Depths and the distance of an operand's rows are in units (operand.h), but for that of a Packing's source.
+// Products of a few rows on vectors: with packed panels, and with weights as they lie. Depths and the distance of an
+// operand's rows are in words (operand.h), but for that of a Matrix.
 #pragma once
 
 #include "blocked_gemm.h"
@@ -8,7 +8,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// What matrix tiles need (rnn_tiles.h); nothing here.
+// What matrix tiles need (few_rows_tiles.h); nothing here.
 struct RowTiles {
   explicit RowTiles(int64_t) {}
   ~RowTiles() {}
@@ -25,7 +25,7 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
     Vec<A> acc[MR][NP][NV] = {};
     for (; k < end; ++k) {
       Vec<A> x[MR];
-      for (int i = 0; i < MR; ++i) x[i] = broadcast_unit(a + i * lda + k);
+      for (int i = 0; i < MR; ++i) x[i] = broadcast_word(a + i * lda + k);
       for (int q = 0; q < NP; ++q)
         for (int v = 0; v < NV; ++v) {
           const Vec<A> w = load(b + q * panel_stride + (k * NV + v) * W<A>);
@@ -42,8 +42,8 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
   } while (k < depth);
 }
 
-// Depth of a slice of a panel that L1 keeps over all rows. To ask for the next slice meanwhile takes a layer of 64 rows
-// and 1024 units up to 1% less time, a product of 16 or 32 rows 5 to 11% more.
+// Depth of a slice of a panel that L1 keeps over all rows. To prefetch the next slice meanwhile takes a layer of 64
+// rows and 1024 units up to 1% less time, a product of 16 or 32 rows 5 to 11% more.
 constexpr int64_t kPanelDepth = 512 / kGemmVecs;
 // Rows of a tile of one panel, and panels of a tile of one or two rows.
 constexpr int whole_tile(int64_t vectors) { return static_cast<int>(kGemmRows * kGemmVecs / vectors); }
@@ -104,7 +104,7 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
 template <class T>
 void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t depth, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
-  const int64_t all = units(depth);
+  const int64_t all = words(depth);
   for (int64_t k = 0; k < all; k += kPanelSlice) {
     const int64_t end = all - k < kPanelSlice ? all : k + kPanelSlice;
     Vec<A> sum = {};
@@ -112,15 +112,15 @@ void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t 
       Vec<A> block[W<A>];
       const int64_t left = end - i < W<A> ? end - i : W<A>, first = i * kTerms, numbers = depth - first;
       if (count == W<A> && numbers >= W<A> * kTerms) {
-        for (int n = 0; n < W<A>; ++n) block[n] = load_units(columns + n * n_stride + first, W<A> * kTerms);
+        for (int n = 0; n < W<A>; ++n) block[n] = load_words(columns + n * n_stride + first, W<A> * kTerms);
         transpose_square<A>(block);
-        for (int j = 0; j < W<A>; ++j) sum = multiply_add(broadcast_unit(a + i + j), block[j], sum);
+        for (int j = 0; j < W<A>; ++j) sum = multiply_add(broadcast_word(a + i + j), block[j], sum);
       } else {
         for (int n = 0; n < W<A>; ++n)
-          block[n] = n < count ? load_units(columns + n * n_stride + first, numbers) : Vec<A>{};
+          block[n] = n < count ? load_words(columns + n * n_stride + first, numbers) : Vec<A>{};
         transpose_square<A>(block);
         for (int j = 0; j < W<A>; ++j)
-          if (j < left) sum = multiply_add(broadcast_unit(a + i + j), block[j], sum);
+          if (j < left) sum = multiply_add(broadcast_word(a + i + j), block[j], sum);
       }
     }
     store(c, k > 0 ? load(c) + sum : sum);
@@ -129,7 +129,7 @@ void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t 
 
 // The same for whole panels; bit for bit what packed panels give, in their order.
 template <class T>
-void one_row_products_of(const Packing& b, int64_t first_panel, int64_t panels, const acc_t<T>* a, acc_t<T>* c) {
+void one_row_products_of(const Matrix& b, int64_t first_panel, int64_t panels, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
   const int64_t vectors = panel_width<A>(b.groups) / W<A>, group = b.columns / b.groups;
   for (int64_t i = 0; i < panels * vectors; ++i) {
@@ -137,12 +137,12 @@ void one_row_products_of(const Packing& b, int64_t first_panel, int64_t panels, 
     const int64_t column = b.groups == 1 ? (panel * vectors + v) * W<A> : v * group + panel * W<A>;
     const int64_t left = b.groups == 1 ? b.columns - column : group - panel * W<A>;
     const int64_t count = left < 0 ? 0 : left < W<A> ? left : W<A>;
-    column_products<T>(static_cast<const T*>(b.source) + (count > 0 ? column * b.n_stride : 0), count, b.n_stride,
+    column_products<T>(static_cast<const T*>(b.data) + (count > 0 ? column * b.n_stride : 0), count, b.n_stride,
                        b.depth, a, c + i * W<A>);
   }
 }
 template <class A>
-void one_row_products(const Packing& b, int64_t first_panel, int64_t panels, const A* a, A* c) {
+void one_row_products(const Matrix& b, int64_t first_panel, int64_t panels, const A* a, A* c) {
   by_element<A>(b.dtype, [&](auto t) { one_row_products_of<decltype(t)>(b, first_panel, panels, a, c); });
 }
 
@@ -150,17 +150,17 @@ void one_row_products(const Packing& b, int64_t first_panel, int64_t panels, con
 // needed, unpacked_scratch() of memory. before() as in panel_products().
 template <class A>
 int64_t unpacked_scratch(int64_t, int64_t depth, int64_t width) {
-  return units(depth) * width;
+  return words(depth) * width;
 }
 template <class A, int TV, class Before>
-SK_INLINE void unpacked_products(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const A* a,
+SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_panel, int64_t panels, const A* a,
                                  int64_t lda, A* c, int64_t ldc, A* packed, const Before& before) {
   if (rows == 0) return;
   if (rows == 1) {
     before(0, 1);
     return one_row_products(b, first_panel, panels, a, c);
   }
-  const int64_t width = panel_width<A>(b.groups), depth = units(b.depth);
+  const int64_t width = panel_width<A>(b.groups), depth = words(b.depth);
   for (int64_t q = 0; q < panels; ++q) pack_panel(b, first_panel + q, packed + q * depth * width);
   panel_products<A, TV>(rows, panels * width / (TV * W<A>), depth, a, lda, packed, c, ldc, TV * W<A>, before);
 }
@@ -174,9 +174,9 @@ constexpr int64_t kSlicePanels = 512 / kPanel<A>;
 template <class A>
 constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kPanelSlice;
 
-// Units [k, k + depth) of `panels` panels of a row-major B.
+// Words [k, k + depth) of `panels` panels of a row-major B.
 template <class T>
-void pack_slice(const Packing& b, int64_t first_panel, int64_t panels, int64_t k, int64_t depth, acc_t<T>* packed) {
+void pack_slice(const Matrix& b, int64_t first_panel, int64_t panels, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
   const int64_t begin = first_panel * kPanel<A>;
   for (int64_t i = 0; i < depth; ++i) {
@@ -190,18 +190,18 @@ void pack_slice(const Packing& b, int64_t first_panel, int64_t panels, int64_t k
   }
 }
 
-// The same times one row of A, without a copy: four units of B at a time, sums in L1. `columns` of them, whole vectors
+// The same times one row of A, without a copy: four words of B at a time, sums in L1. `columns` of them, whole vectors
 // of c.
 template <class T>
-void multiply_slice(const Packing& b, int64_t first_column, int64_t columns, int64_t k, int64_t depth,
-                    const acc_t<T>* a, acc_t<T>* c, bool accumulate, acc_t<T>* sums) {
+void multiply_slice(const Matrix& b, int64_t first_column, int64_t columns, int64_t k, int64_t depth, const acc_t<T>* a,
+                    acc_t<T>* c, bool accumulate, acc_t<T>* sums) {
   using A = acc_t<T>;
   const auto rows = [&](auto count, int64_t i) {
     constexpr int kRows = decltype(count)::value;
     Vec<A> x[kRows];
     const T* at[kRows][kTerms];
     for (int r = 0; r < kRows; ++r) {
-      x[r] = broadcast_unit(a + i + r);
+      x[r] = broadcast_word(a + i + r);
       for (int64_t t = 0; t < kTerms; ++t) at[r][t] = source_row<T>(b, (k + i + r) * kTerms + t);
     }
     const auto add = [&](int64_t u, int64_t n) {
@@ -223,11 +223,11 @@ void multiply_slice(const Packing& b, int64_t first_column, int64_t columns, int
 
 // C (+)= A B for up to kSlicePanels panels of a row-major B; bit for bit what packed panels give.
 template <class T>
-void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t lda, const Packing& b,
+void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t lda, const Matrix& b,
                        int64_t first_panel, acc_t<T>* c, int64_t ldc, acc_t<T>* slice) {
   using A = acc_t<T>;
   const int64_t first = first_panel * kPanel<A>, left = b.columns - first, width = panels * kPanel<A>;
-  const int64_t all = units(b.depth);
+  const int64_t all = words(b.depth);
   for (int64_t k = 0; k < all; k += kPanelSlice) {
     const int64_t depth = all - k < kPanelSlice ? all - k : kPanelSlice;
     if (rows == 1) {
@@ -242,7 +242,7 @@ void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t 
   }
 }
 template <class A>
-void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Packing& b, int64_t first_panel, A* c,
+void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Matrix& b, int64_t first_panel, A* c,
                     int64_t ldc, A* slice) {
   by_element<A>(b.dtype,
                 [&](auto t) { slice_products_of<decltype(t)>(rows, panels, a, lda, b, first_panel, c, ldc, slice); });

@@ -1,6 +1,6 @@
-// Products of a few rows, for the loops over the steps, on matrix tiles (AMX): with packed panels, and with weights as
-// they lie. As rnn_products.h, with the same names. An element of C is the sum over steps of 32 terms in ascending
-// order (matrix_tiles.h) on every one of these ways: it depends on its own row of A and column of B.
+// Products of a few rows on matrix tiles (AMX): with packed panels, and with weights as they lie. As few_rows_panels.h,
+// with the same names. An element of C is the sum over steps of 32 terms in ascending order (matrix_tiles.h) on every
+// one of these paths: it depends on its own row of A and column of B.
 //
 // A tile of fewer rows takes as long as a whole one, for as long as its right tile changes with every product; panels
 // stream from L2 at that rate.
@@ -13,8 +13,8 @@
 //   - a group's cells between the steps of the next group's products (rnn_forward.h): 10.0 to 8.5 (one core); an LSTM's
 //     cell in two halves, one row's second beside the next one's first: 8.0.
 // Tried and lost: chunks of 64 and 128 tokens, whose zx would stay in L2: 5 to 25 % slower, W_ih comes from beyond L2
-// for each; 1024: no difference. x asked for ahead, large pages: no difference. The lines of zx and of the output asked
-// for ahead: 4 % slower, they come in order.
+// for each; 1024: no difference. x prefetched, large pages: no difference. The lines of zx and of the output
+// prefetched: 4 % slower, they come in order.
 #pragma once
 
 #include "tile_gemm.h"
@@ -85,7 +85,7 @@ SK_INLINE void panel_products_beside(int64_t rows, int64_t panels, int64_t depth
 inline int64_t panel_steps(int64_t rows, int64_t panels, int64_t depth) {
   return (rows + 15) / 16 * panels * ((depth + 15) / 16);
 }
-// As that of rnn_products.h; before() is called once, for all rows.
+// As that of few_rows_panels.h; before() is called once, for all rows.
 template <class A, int NV, class Before>
 SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                               int64_t ldc, int64_t c_panel, const Before& before) {
@@ -93,54 +93,20 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
   panel_products_beside<NV>(rows, panels, depth, a, lda, b, c, ldc, c_panel, NoOther{});
 }
 
-// ---- products with the input ----------------------------------------------------------------------------------------
-
-// Panels whose weights stay in L2 while all tokens go by.
-constexpr int64_t kInputBytes = 768 << 10;
-constexpr int64_t input_stride(int64_t inputs) { return padded_units(inputs) + 16; }
-constexpr int64_t input_scratch(int64_t inputs) { return 32 * input_stride(inputs); }
-
-// Rows of zx, NV tiles wide, one panel panel_stride after the other: x W_ih + bias, 32 tokens at a time. begin() goes
-// back to the first token, next() returns the row of x of the next one; bias_of(panel, sums) fills in a panel's. zx has
-// room for whole blocks of 32 rows.
-template <int NV, class Begin, class Next, class BiasOf>
-void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, const Next& next, const float* packed,
-                          int64_t panel_begin, int64_t panel_end, bool has_bias, const BiasOf& bias_of, float* zx,
-                          int64_t panel_stride, float* staged) {
-  const TileConfiguration configuration;
-  const int64_t depth = padded_units(inputs), steps = depth / 16, stride = input_stride(inputs);
-  const int64_t size = depth * NV * 16, most = kInputBytes / (size * 4), group = most < 1 ? 1 : most;
-  alignas(64) float bias[NV * 16];
-  for (int64_t first = panel_begin; first < panel_end; first += group) {
-    const int64_t past = panel_end - first < group ? panel_end : first + group;
-    begin();
-    for (int64_t token = 0; token < tokens; token += 32) {
-      const int64_t some = tokens - token < 32 ? tokens - token : 32;
-      for (int64_t r = 0; r < some; ++r) as_operand_row(next(), inputs, staged + r * stride);
-      for (int64_t q = first; q < past; ++q) {
-        if (has_bias) bias_of(q, bias);
-        panel_block<NV>(0, some > 16 ? 16 : 0, steps, staged, stride, packed + q * size,
-                        zx + q * panel_stride + token * NV * 16, NV * 16, {has_bias ? bias : nullptr, 0});
-      }
-    }
-  }
-}
-
-// ---- weights as they lie
-// ---------------------------------------------------------------------------------------------
+// ---- weights as they lie --------------------------------------------------------------------------------------------
 
 // C = A B for panels of a B whose columns lie as rows of numbers: C^T = B^T A^T, where B^T's rows are left tiles as
 // they lie and A^T's pairs are right ones, made in scratch of unpacked_scratch().
 template <class A>
 int64_t unpacked_scratch(int64_t rows, int64_t depth, int64_t) {
-  return (rows + 15) / 16 * padded_units(depth) * 16 + 2 * kGemmVecs * 256;
+  return (rows + 15) / 16 * padded_words(depth) * 16 + 2 * kGemmVecs * 256;
 }
 
 // 16 columns of B from `column` on, `count` of which exist, over one step from number k on, as a left tile in scratch.
 template <class T>
 void copy_left(const T* columns, int64_t count, int64_t n_stride, int64_t numbers, float* tile) {
   for (int64_t n = 0; n < 16; ++n)
-    store(tile + n * 16, n < count ? load_units(columns + n * n_stride, numbers) : vf32{});
+    store(tile + n * 16, n < count ? load_words(columns + n * n_stride, numbers) : vf32{});
 }
 
 // NV vectors of columns, at(v) and count(v) of which, times one tile of rows of A, transposed.
@@ -151,7 +117,7 @@ SK_INLINE void column_tiles(const At& at, const Count& count, int64_t n_stride, 
   bool whole = std::is_same<T, BFloat16>::value;
   for (int v = 0; v < NV; ++v) left[v] = reinterpret_cast<const char*>(at(v)), whole = whole && count(v) == 16;
   const Tiles b{right, 0, 1024};
-  const int64_t steps = whole ? depth / 32 : 0, all = padded_units(depth) / 16;
+  const int64_t steps = whole ? depth / 32 : 0, all = padded_words(depth) / 16;
   tile_column<NV>(steps, left, n_stride * 2, 64, b, sums, 16, false);
   for (int64_t k = steps; k < all; ++k) {
     for (int v = 0; v < NV; ++v) {
@@ -163,9 +129,9 @@ SK_INLINE void column_tiles(const At& at, const Count& count, int64_t n_stride, 
 }
 
 template <int NV, class T>
-void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const float* a,
+void unpacked_products_of(int64_t rows, const Matrix& b, int64_t first_panel, int64_t panels, const float* a,
                           int64_t lda, float* c, int64_t ldc, float* scratch) {
-  const int64_t depth = padded_units(b.depth), tiles = (rows + 15) / 16, group = b.columns / b.groups;
+  const int64_t depth = padded_words(b.depth), tiles = (rows + 15) / 16, group = b.columns / b.groups;
   float *copies = scratch + tiles * depth * 16, *sums = copies + NV * 256;
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t k = 0; k < depth; k += 16) {
@@ -183,7 +149,7 @@ void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, i
       return left < 0 ? 0 : left < 16 ? left : int64_t{16};
     };
     const auto at = [&](int64_t v) {
-      return static_cast<const T*>(b.source) + (count(v) > 0 ? column(v) * b.n_stride : 0);
+      return static_cast<const T*>(b.data) + (count(v) > 0 ? column(v) * b.n_stride : 0);
     };
     for (int64_t tile = 0; tile < tiles; ++tile) {
       column_tiles<NV, T>(at, count, b.n_stride, b.depth, scratch + tile * depth * 16, copies, sums);
@@ -199,7 +165,7 @@ void unpacked_products_of(int64_t rows, const Packing& b, int64_t first_panel, i
 }
 
 template <class A, int TV, class Before>
-SK_INLINE void unpacked_products(int64_t rows, const Packing& b, int64_t first_panel, int64_t panels, const A* a,
+SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_panel, int64_t panels, const A* a,
                                  int64_t lda, A* c, int64_t ldc, A* scratch, const Before& before) {
   if (rows == 0) return;
   before(0, rows);
@@ -215,19 +181,19 @@ inline int64_t unpacked_group(int64_t) { return 8; }
 // Panels of a row-major B that are worked on together, a slice of the depth at a time: long runs of each row, in order.
 template <class A>
 constexpr int64_t kSlicePanels = 4;
-constexpr int64_t kSliceUnits = 128;
+constexpr int64_t kSliceWords = 128;
 template <class A>
-constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kSliceUnits;
+constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kSliceWords;
 
 // C = A B for up to kSlicePanels panels of a row-major B, and up to 32 rows.
 template <class A>
-void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Packing& b, int64_t first_panel, A* c,
+void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Matrix& b, int64_t first_panel, A* c,
                     int64_t ldc, A* slice) {
-  const int64_t all = padded_units(b.depth);
+  const int64_t all = padded_words(b.depth);
   by_element<A>(b.dtype, [&](auto t) {
     using T = decltype(t);
-    for (int64_t k = 0; k < all; k += kSliceUnits) {
-      const int64_t depth = all - k < kSliceUnits ? all - k : kSliceUnits;
+    for (int64_t k = 0; k < all; k += kSliceWords) {
+      const int64_t depth = all - k < kSliceWords ? all - k : kSliceWords;
       for (int64_t i = 0; i < depth; ++i) {
         const auto source = rows_from<T>(b, (k + i) * kTerms);
         for (int64_t q = 0; q < panels; ++q)
