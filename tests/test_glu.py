@@ -35,7 +35,7 @@ def ours(op):
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # ---- accuracy -----------------------------------------------------------------------------------------------------
@@ -76,9 +76,8 @@ def test_extremes(op, isa):
     ours, theirs = op
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         big = torch.finfo(dtype).max
-        gate = torch.tensor([0.0, -0.0, 100.0, -100.0, big, -big, float("inf"), -float("inf"), float("nan")] * 5).to(
-            dtype
-        )
+        numbers = [0.0, -0.0, 100.0, -100.0, big, -big, float("inf"), -float("inf"), float("nan")] * 5
+        gate = torch.tensor(numbers, dtype=dtype)
         up = torch.full_like(gate, 0.5)
         torch.testing.assert_close(
             ours(gate, up), theirs(gate.double(), up.double()).to(dtype), equal_nan=True, atol=1e-30, rtol=0.01

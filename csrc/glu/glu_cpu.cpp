@@ -15,14 +15,14 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// s(x), 0 below the smallest exponent, and 1 - s(x).
+// s(x) and 1 - s(x), 0 where exp has no normal number: a rest of it would be multiplied by a large x.
 template <class A>
 SK_INLINE Vec<A> sigmoid_both(Vec<A> x, Vec<A>& complement) {
   const Vec<A> top = broadcast<A>(ExpConstants<A>::sigmoid_top);
   Vec<A> scale;
   const Vec<A> p = expm1_reduced<A>(vmin(top, vmax(-top, -x)), scale);
   const Vec<A> s = reciprocal(scale * p + (scale + A(1)));
-  complement = (scale * p + scale) * s;
+  complement = x > top ? Vec<A>{} : (scale * p + scale) * s;
   return x < -top ? Vec<A>{} : s;
 }
 
