@@ -28,12 +28,13 @@ def is_proxy(x: Any) -> bool:
 
 
 def record(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """A node of torch.fx's graph that calls the function; the first of its arguments, by name, is a proxy."""
+    """A node of torch.fx's graph that calls the function; one of its arguments, by name, is a proxy."""
     unexpected = arguments["unexpected"]  # a proxy itself where the function is the root of what is traced
     if isinstance(unexpected, dict) and unexpected:
         refuse(function, unexpected)
     kept = _without_defaults(function, arguments)
-    return next(iter(arguments.values())).tracer.create_proxy("call_function", function, (), kept)
+    tracer = next(each for each in arguments.values() if is_proxy(each)).tracer
+    return tracer.create_proxy("call_function", function, (), kept)
 
 
 def record_module(module: torch.nn.Module, arguments: Mapping[str, Any]) -> Any:

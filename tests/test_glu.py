@@ -210,6 +210,8 @@ def test_symbolic_trace(ours):
     assert [node.op for node in graph.graph.nodes].count("call_function") == 2
     gate, up = draw(3, 5), draw(3, 5)
     assert torch.equal(graph(gate, up), ours(gate, up) + 1)
+    one = torch.fx.symbolic_trace(lambda up: ours(torch.ones(3, 5), up))
+    assert torch.equal(one(up), ours(torch.ones(3, 5), up))
 
 
 # ---- backends, errors, cost ---------------------------------------------------------------------------------------

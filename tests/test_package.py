@@ -50,10 +50,11 @@ def test_every_schema_belongs_to_a_slice():
 
 @pytest.mark.parametrize("name", SLICES)
 def test_slice_is_complete(name):
+    folder = SLICES[name].csrc or name
     for path in (
-        f"csrc/{name}/{name}.h",
-        f"csrc/{name}/{name}.cpp",
-        f"csrc/{name}/{name}_cpu.cpp",
+        f"csrc/{folder}/{name}.h",
+        f"csrc/{folder}/{name}.cpp",
+        f"csrc/{folder}/{folder}_cpu.cpp",
         f"kernels/{name}.py",
         f"seqkern/reference/{name}.py",
         f"seqkern/ops/{name}.py",

@@ -99,6 +99,8 @@ CALLS = {
     "merge_attention": (lambda f, x: f(x, Q[..., 0], x, Q[..., 1]), Q),
     "layer_norm": (lambda f, x: f(x, (4,), eps=1e-3), Q),
     "rms_norm": (lambda f, x: f(x, (4,)), Q),
+    "swiglu": (lambda f, x: f(x, x), Q),
+    "geglu": (lambda f, x: f(x, x, "tanh"), Q),
     "add_layer_norm": (lambda f, x: f(x, x, (4,)), Q),
     "add_rms_norm": (lambda f, x: f(x, x, (4,), W[0]), Q),
     "lstm": (lambda f, x: f(x, None, [W, W, BIAS, BIAS]), Q[0]),
