@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ._common import TRITON_DTYPE, Launch, accumulator, cdiv, power_of_two, rounded, unit_last, wide
-from ._replay import planned
+from ._replay import Memory, planned
 
 __all__ = ["aot_configurations", "glu_bwd", "glu_fwd"]
 
@@ -117,8 +117,6 @@ def _step(name, kernel, read, written, activation):
 
 def aot_configurations(limit, thorough):
     """The launches that tests/test_triton_aot.py compiles, as (name, launch). They use no shared memory."""
-    from ._replay import Memory
-
     dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.float16) if thorough else (torch.bfloat16,)
     for dtype in dtypes:
         for activation in range(3):

@@ -9,16 +9,25 @@
 
 namespace seqkern {
 
-// A thread's block.
+// One of a thread's blocks.
 struct Scratch::Kept {
   std::unique_ptr<unsigned char[]> memory;
   size_t size = 0;
   bool taken = false;
 };
 
-Scratch::Kept& Scratch::kept() {
-  static thread_local Kept kept;
-  return kept;
+// The smallest of those that are free and large enough, else the largest free one; null: all are taken. With one block
+// alone a GRU that trains (64 steps of 16 x 256) faults 513 pages in a call, with eight 14.
+Scratch::Kept* Scratch::kept(size_t size) {
+  constexpr int kBlocks = 8;
+  static thread_local Kept blocks[kBlocks];
+  Kept* best = nullptr;
+  for (Kept& block : blocks) {
+    if (block.taken) continue;
+    const bool fits = block.size >= size;
+    if (!best || (best->size >= size ? fits && block.size < best->size : block.size > best->size)) best = &block;
+  }
+  return best;
 }
 
 Scratch::Scratch(int64_t bytes, int64_t count) {
@@ -38,12 +47,11 @@ Scratch::Scratch(int64_t bytes, int64_t count) {
       SK_CHECK(own, "seqkern: no memory for ", size, " bytes of scratch");
       return own;
     };
-    Kept& k = kept();
-    if (size < kLarge && !k.taken) {
-      if (k.size < size) k.memory = allocate(), k.size = size;
-      k.taken = true;
-      kept_ = &k;
-      memory = k.memory.get();
+    if (Kept* k = size < kLarge ? kept(size) : nullptr) {
+      if (k->size < size) k->memory = allocate(), k->size = size;
+      k->taken = true;
+      kept_ = k;
+      memory = k->memory.get();
     } else {
       own_ = allocate();
       memory = own_.get();

@@ -36,8 +36,8 @@ class Pieces {
 
 }  // namespace
 
-// Uninitialised memory for one call. A small block is the thread's own, kept from call to call; a large one comes from
-// the pool (pool.h). A second block beside a small one that is in use comes from the heap.
+// Uninitialised memory for one call. A small block is one of the thread's own, kept from call to call; a large one
+// comes from the pool (pool.h). Where all of the thread's are in use, a small one comes from the heap.
 class Scratch {
  public:
   Scratch() = default;
@@ -52,7 +52,7 @@ class Scratch {
 
  private:
   struct Kept;
-  static Kept& kept();
+  static Kept* kept(size_t size);
 
   char* data_ = nullptr;
   int64_t stride_ = 0;
