@@ -8,6 +8,9 @@
 // 0.5 (1 + tanh v) is s(2 v), without the cancellation that 1 + tanh has where v is negative. 1 - s is found as
 // exp(-x) s, and P of a negative g without a subtraction: both tails keep their relative accuracy. At minus infinity
 // a is NaN, as torch's is.
+//
+// Memory sets the time of swiglu in float32; gelu and bfloat16 on AVX2 are bound by arithmetic (benchmarks/RESULTS.md). A
+// call of 8 x 64 costs over twice torch's two ops: what is around the kernel, not the kernel.
 #include "glu.h"
 #include "simd.h"
 
