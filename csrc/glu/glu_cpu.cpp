@@ -9,9 +9,9 @@
 // exp(-x) s, and P of a negative g without a subtraction: both tails keep their relative accuracy. At minus infinity
 // a is NaN, as torch's is.
 //
-// Of the roofline, from memory on a Zen 3 (benchmarks/RESULTS.md): swiglu in float32 76 to 122 %, geglu and bfloat16,
-// which AVX2 takes more instructions for, 24 to 80 %. Of 8 x 64 it is 1 %, at half torch's speed: nearly all of such a
-// call is around the kernel.
+// Of the roofline, from memory on a Zen 3 (benchmarks/RESULTS.md): swiglu in float32 77 to 122 %, geglu 63 to 91 %;
+// bfloat16, which AVX2 takes more instructions for, 24 to 56 %. Of 8 x 64 it is 1 %, at half torch's speed: nearly all
+// of such a call is around the kernel.
 #include "glu.h"
 #include "simd.h"
 
