@@ -4,7 +4,7 @@ torch.utils.cpp_extension is not used: the kernels are compiled once per instruc
 binary must not depend on the torch, Python or CUDA version it was built with, and CUDA kernels are built wherever nvcc
 is, whether or not this torch was built for CUDA. Ninja does the incremental work.
 
-Beside it, where Python's headers are there, a small library that does depend on them: autograd nodes in C++, named
+Beside it, where Python's headers are there, a small library that does depend on them: the fast path (*_node.cpp), named
 after the torch and the Python that it is for, and loaded by no other. It is built in place (`make build`, `pip install
 -e .`) and is in no wheel.
 """
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
 
 NODE = "seqkern._node"
-NODE_SOURCE = CSRC / "layer_norm" / "layer_norm_node.cpp"
+NODE_SOURCES = sorted(CSRC.rglob("*_node.cpp"))
 
 # The oldest torch whose stable ABI the binary needs: 2.10.
 TORCH_TARGET_VERSION = "0x020a000000000000"
@@ -97,7 +97,7 @@ class NinjaBuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name == NODE and not python_headers().joinpath("Python.h").exists():
-            raise CompileError("no Python headers: norms keep their autograd nodes in Python, a few us slower")
+            raise CompileError("no Python headers: calls go through the dispatcher, some tens of us slower")
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
         build_dir = (ROOT / "build" / "ninja").resolve()
@@ -115,7 +115,7 @@ class NinjaBuildExt(build_ext):
             command += ["-j", jobs]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
             if node:
-                raise CompileError("norms keep their autograd nodes in Python, see the compiler's message above")
+                raise CompileError("calls go through the dispatcher, see the compiler's message above")
             raise SystemExit("seqkern: the C++ build failed, see the compiler's message above")
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -142,7 +142,7 @@ class EditableWheel(editable_wheel):
 
 
 def node_tag() -> str:
-    """What the autograd nodes in C++ are for."""
+    """What the fast path's library is for."""
     return f"{torch_version()}-{sys.implementation.cache_tag}"
 
 
@@ -323,7 +323,7 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         relative = source.relative_to(CSRC).with_suffix("")
         if source.name.endswith("_cpu.cpp"):
             units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in TIERS.items()]
-        elif source == NODE_SOURCE:
+        elif source in NODE_SOURCES:
             continue
         elif source.name.endswith("_bf16.cpp"):
             tiers = BF16_TIERS if bf16_tiers else {}
@@ -364,11 +364,12 @@ def cuda_rule(cuda: Cuda) -> list[str]:
 def node_ninja_file(output: Path, torch_dir: Path) -> str:
     include = torch_dir / "include"
     headers = (include, include / "torch" / "csrc" / "api" / "include", python_headers())
+    # Objects of their own, for this torch and this Python: each output (in place, in a wheel) is only a link.
+    objects = {f"{source.relative_to(CSRC).with_suffix('')}-{node_tag()}.o": source for source in NODE_SOURCES}
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = -std=gnu++20 -O2 -fPIC -fvisibility=hidden {os.environ.get('CXXFLAGS', '')}".rstrip(),
         f"includes = -I{word(CSRC)} -I{word(CSRC / 'common')} {' '.join(f'-isystem {word(h)}' for h in headers)}",
-        # An object of its own, for this torch and this Python: each output (in place, in a wheel) is only a link.
         "rule compile",
         "  command = $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
@@ -377,8 +378,8 @@ def node_ninja_file(output: Path, torch_dir: Path) -> str:
         "rule link",
         f"  command = $cxx -shared $in -o $out -L{word(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
         "  description = link $out",
-        f"build {(name := f'{NODE_SOURCE.stem}-{node_tag()}.o')}: compile {quote(NODE_SOURCE)}",
-        f"build {quote(output)}: link {name}",
+        *(f"build {name}: compile {quote(source)}" for name, source in objects.items()),
+        f"build {quote(output)}: link {' '.join(objects)}",
         f"default {quote(output)}",
         "",
     ]

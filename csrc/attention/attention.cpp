@@ -9,6 +9,7 @@
 #include <thread>
 #include <tuple>
 
+#include "attention_ops.h"
 #include "attention_problem.h"
 #include "parallel.h"
 #include "scratch.h"
@@ -524,6 +525,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
                                grad_out, grad_lse, out, lse, need_mask, need_slopes);
   return {g.query, g.key, g.value, g.mask, g.distance};
 }
+
+SK_DIRECT_OP(attention_fwd)
+SK_DIRECT_OP(attention_bwd)
 
 }  // namespace
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "direct.h"
 #include "pool.h"
 
 namespace seqkern {
@@ -69,8 +70,8 @@ Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
     return torch::stable::new_empty(like, sizes, type);
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   if (const AtenTensorHandle handle = pooled(sizes, strides, bytes, dtype)) return Tensor(handle);
-  AtenTensorHandle handle = nullptr;
-  SK_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
+  AtenTensorHandle handle = direct_allocate() ? direct_allocate()(sizes.data(), sizes.size(), dtype) : nullptr;
+  SK_CHECK(handle || aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
                                     aoti_torch_device_type_cpu(), -1, &handle) == 0,
            "seqkern: no memory for a tensor of ", bytes, " bytes");
   Tensor result(handle);

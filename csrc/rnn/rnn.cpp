@@ -7,6 +7,7 @@
 
 #include "rnn_gradients.h"
 #include "rnn_inputs.h"
+#include "rnn_ops.h"
 #include "rnn_work.h"
 
 namespace seqkern {
@@ -378,6 +379,9 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
           given(peepholes, peepholes ? torch::stable::reshape(peephole_grad, {D, 3, H}) : peephole_grad),
           as_type(columns(need_weights && p.has_norm, {{R + peephole_columns, norms}}), p.acc)};
 }
+
+SK_DIRECT_OP(rnn_fwd)
+SK_DIRECT_OP(rnn_bwd)
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "rnn_ops.h"
 #include "rnn_problem.h"
 
 namespace seqkern {
@@ -94,6 +95,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rnn_cell_bwd(const Tensor& grad_h, co
   for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_backward(args, begin, end); });
   return {grad_x, grad_h_gates, grad_h_prev, grad_c_prev};
 }
+
+SK_DIRECT_OP(rnn_cell_fwd)
+SK_DIRECT_OP(rnn_cell_bwd)
 
 }  // namespace
 
