@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
 
 NODE = "seqkern._node"
-NODE_SOURCE = CSRC / "layer_norm" / "layer_norm_node.cpp"
+NODE_SOURCE = CSRC / "layer_norm" / "node.cpp"
 
 # The oldest torch whose stable ABI the binary needs: 2.10.
 TORCH_TARGET_VERSION = "0x020a000000000000"
@@ -54,7 +54,7 @@ X86_TIERS = {
         "-Wno-maybe-uninitialized",
     ],
 }
-# The tiers with products of bfloat16, where the compiler knows them: *_bf16.cpp.
+# The tiers with products of bfloat16, where the compiler knows them: cpu/*bf16.cpp.
 AVX512BF16_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-fno-exceptions"]
 BF16_TIERS = {"avx512bf16": AVX512BF16_FLAGS, "amx": [*AVX512BF16_FLAGS, "-mamx-tile", "-mamx-bf16"]}
 TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
@@ -319,14 +319,12 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         lines += [f"build {name}: cuda {quote(source)}", f"  extra = {' '.join(host_flags)} {targets}"]
         objects.append(name)
     # Kernels first, the longest of which take half a minute, so that no core waits for another at the end.
-    for source in sorted(CSRC.rglob("*.cpp"), key=lambda p: (not p.stem.endswith(("_cpu", "_bf16")), p)):
+    for source in sorted(CSRC.rglob("*.cpp"), key=lambda p: (p.parent.name != "cpu", p)):
         relative = source.relative_to(CSRC).with_suffix("")
-        if source.name.endswith("_cpu.cpp"):
-            units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in TIERS.items()]
-        elif source == NODE_SOURCE:
+        if source == NODE_SOURCE:
             continue
-        elif source.name.endswith("_bf16.cpp"):
-            tiers = BF16_TIERS if bf16_tiers else {}
+        if source.parent.name == "cpu":
+            tiers = TIERS if not source.stem.endswith("bf16") else BF16_TIERS if bf16_tiers else {}
             units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in tiers.items()]
         elif source == CSRC / "library.cpp":
             units = [(f"{relative}.o", [*host_flags, f"'-DSK_CUDA_ARCHS=\"{' '.join(cuda.archs) if cuda else ''}\"'"])]
@@ -340,8 +338,8 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
 
 
 def has_kernels(source: Path) -> bool:
-    """Whether a .cu has kernels: its own, or those that it launches (csrc/common/cuda_launch.h)."""
-    return source.stem.endswith("_cuda") and re.search(r"\blaunch\(|__global__", source.read_text()) is not None
+    """Whether a .cu has kernels: its own, or those that it launches (csrc/common/cuda/launch.h)."""
+    return source.name != "launch.cu" and re.search(r"\blaunch\(|__global__", source.read_text()) is not None
 
 
 def cuda_rule(cuda: Cuda) -> list[str]:
@@ -377,7 +375,7 @@ def node_ninja_file(output: Path, torch_dir: Path) -> str:
         "rule link",
         f"  command = $cxx -shared $in -o $out -L{word(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
         "  description = link $out",
-        f"build {(name := f'{NODE_SOURCE.stem}-{node_tag()}.o')}: compile {quote(NODE_SOURCE)}",
+        f"build {(name := f'layer_norm/{NODE_SOURCE.stem}-{node_tag()}.o')}: compile {quote(NODE_SOURCE)}",
         f"build {quote(output)}: link {name}",
         f"default {quote(output)}",
         "",

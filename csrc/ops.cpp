@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "-> (Tensor grad_x_gates, Tensor grad_h_gates, Tensor grad_h_prev, Tensor grad_c_prev)");
 }
 
-// What is written in CUDA C++: csrc/*/*_cuda.cu. Ops of their own, so that `seqkern`'s can choose between them and
+// What is written in CUDA C++: csrc/<op>/cuda/. Ops of their own, so that `seqkern`'s can choose between them and
 // Triton's (seqkern/_library.py); the schemas are there in every build, the kernels where nvcc was.
 STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
   // tf32: one product of tf32 numbers where the tensors are float32, else three. path: "auto" by rule, or "mma" or

@@ -6,7 +6,7 @@ the scan itself there are three ways:
 
 - small hidden sizes (`_rnn_sequence.py`): one program for a direction and a tile of the batch walks all steps, with
   the weights, h and c on chip. Two sequences never meet, so nothing is synchronised between programs;
-- where CUDA C++ is in force (csrc/rnn/*_cuda.cu): the same by one block, a cluster of them, or the whole device, as far
+- where CUDA C++ is in force (csrc/rnn/cuda/): the same by one block, a cluster of them, or the whole device, as far
   as the weights fit on chip, with zoneout and layer norm, but neither projection, peepholes nor float64;
 - all others (`_rnn_steps.py`): a step is one product with w_hh, of both directions at once, and one kernel, which adds
   products and biases, normalises, applies gates, zoneout, lengths and resets, and keeps what the backward pass needs.

@@ -141,7 +141,7 @@ def test_compiling_counts_on_the_terminal_and_compiles_nothing_twice(
     assert total > 20
     assert {int(done) for done, of in counted if int(of) == total} >= {1, total // 2, total}
     compiled = [line for line in calls.read_text().splitlines() if " -c " in line]
-    assert any("layer_norm_node.cpp" in line for line in compiled)
+    assert any("layer_norm/node.cpp" in line for line in compiled)
     assert len(set(compiled)) == len(compiled) >= total
     calls.unlink()
     in_a_terminal([*build, "--build-lib", str(tree.parent / "elsewhere")], tree)

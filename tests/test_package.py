@@ -52,9 +52,9 @@ def test_every_schema_belongs_to_a_slice():
 def test_slice_is_complete(name):
     folder = SLICES[name].csrc or name
     for path in (
-        f"csrc/{folder}/{name}.h",
-        f"csrc/{folder}/{name}.cpp",
-        f"csrc/{folder}/{folder}_cpu.cpp",
+        f"csrc/{folder}/{folder}.h",
+        f"csrc/{name}/{name}.cpp",
+        f"csrc/{folder}/cpu/kernels.cpp",
         f"kernels/{name}.py",
         f"seqkern/reference/{name}.py",
         f"seqkern/ops/{name}.py",
@@ -63,7 +63,7 @@ def test_slice_is_complete(name):
         f"benchmarks/bench_{name}.py",
     ):
         assert (ROOT / path).is_file(), f"slice {name} lacks {path}"
-    cuda = {path.suffix for path in (ROOT / "csrc" / name).glob(f"{name}*_cuda.cu*")}
+    cuda = {path.suffix for path in (ROOT / "csrc" / name).glob("cuda/*.cu*")}
     if cuda:
         assert cuda == {".cu", ".cuh"}
         assert SLICES[name].cuda_ops
@@ -87,7 +87,7 @@ def test_references_are_short():
 def test_tiers_define_nothing_outside_their_namespace(tier):
     """A shared inline function compiled for AVX-512 could be the one that the linker keeps for all."""
     own = tier in _library.BF16_ISAS
-    objects = sorted((ROOT / "build" / "ninja").glob(f"*/*_{'bf16' if own else 'cpu'}.{tier}.o"))
+    objects = sorted((ROOT / "build" / "ninja").glob(f"*/cpu/*.{tier}.o"))
     if own and not objects and tier not in _library.available_isas():
         pytest.skip("the compiler or the machine does not know it")
     if not objects and sysconfig.get_platform().endswith(("x86_64", "amd64")):

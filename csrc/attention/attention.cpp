@@ -9,8 +9,8 @@
 #include <thread>
 #include <tuple>
 
-#include "attention_problem.h"
 #include "parallel.h"
+#include "problem.h"
 #include "scratch.h"
 
 namespace seqkern {

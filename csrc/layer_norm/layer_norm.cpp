@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "layer_norm_arguments.h"
-#include "layer_norm_direct.h"
+#include "arguments.h"
+#include "direct.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "tensor.h"

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <tuple>
 
-#include "rnn_gradients.h"
-#include "rnn_inputs.h"
-#include "rnn_work.h"
+#include "gradients.h"
+#include "inputs.h"
+#include "work.h"
 
 namespace seqkern {
 namespace {

@@ -1,4 +1,4 @@
-"""The short way for norms, the Python half of csrc/layer_norm/layer_norm_direct.cpp.
+"""The short way for norms, the Python half of csrc/layer_norm/direct.cpp.
 
 `layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, largest)` returns the norm of a plain
 contiguous CPU tensor of at most `largest` elements over its last dimension (with a residual, the norm of the sum, and
@@ -134,7 +134,7 @@ def _connect(nodes: tuple[Any, Any, Any]) -> Any:
 
 
 def _cpp_nodes() -> tuple[Any, Any, Any] | None:
-    """What csrc/layer_norm/layer_norm_node.cpp makes, where it was built for the torch that runs."""
+    """What csrc/layer_norm/node.cpp makes, where it was built for the torch that runs."""
     path = _library.node_library()
     if path is None:
         return None
