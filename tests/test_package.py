@@ -50,11 +50,10 @@ def test_every_schema_belongs_to_a_slice():
 
 @pytest.mark.parametrize("name", SLICES)
 def test_slice_is_complete(name):
-    folder = SLICES[name].csrc or name
     for path in (
-        f"csrc/{folder}/{folder}.h",
+        f"csrc/{name}/{name}.h",
         f"csrc/{name}/{name}.cpp",
-        f"csrc/{folder}/cpu/kernels.cpp",
+        f"csrc/{name}/cpu/kernels.cpp",
         f"kernels/{name}.py",
         f"seqkern/reference/{name}.py",
         f"seqkern/ops/{name}.py",

@@ -1,4 +1,6 @@
 // Recurrent cells of one step, host side, on gates that are already summed over their inputs.
+#include "rnn_cell.h"
+
 #include <algorithm>
 #include <tuple>
 
@@ -45,8 +47,8 @@ std::tuple<Tensor, Tensor, Tensor> rnn_cell_fwd(const Tensor& x_gates, const Ten
                             .h_new = h_new.mutable_data_ptr(),
                             .c_new = c_new.mutable_data_ptr(),
                             .activated = activated.mutable_data_ptr()};
-  const RnnKernels& kernels = rnn_kernels();
-  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_forward(args, begin, end); });
+  const RnnCellKernels& kernels = rnn_cell_kernels();
+  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.forward(args, begin, end); });
   return {h_new, c_new, activated};
 }
 
@@ -90,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rnn_cell_bwd(const Tensor& grad_h, co
                              .grad_h_gates = grad_h_gates.mutable_data_ptr(),
                              .grad_h_prev = grad_h_prev.mutable_data_ptr(),
                              .grad_c_prev = grad_c_prev.mutable_data_ptr()};
-  const RnnKernels& kernels = rnn_kernels();
-  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.cell_backward(args, begin, end); });
+  const RnnCellKernels& kernels = rnn_cell_kernels();
+  for_cells(batch, hidden, [&](int64_t begin, int64_t end) { kernels.backward(args, begin, end); });
   return {grad_x, grad_h_gates, grad_h_prev, grad_c_prev};
 }
 

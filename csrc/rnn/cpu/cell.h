@@ -186,3 +186,16 @@ void norm_gradient_row(const A* x, int64_t n, const RowNorm<A>& norm, const A* w
 }  // namespace
 }  // namespace SK_TIER
 }  // namespace seqkern
+
+// Runs a statement with the cell as the constant `kCell`: that of tanh for both RNNs, which part at run time.
+#define SK_CELL(cell, ...)             \
+  if (cell == Cell::lstm) {            \
+    constexpr Cell kCell = Cell::lstm; \
+    __VA_ARGS__;                       \
+  } else if (cell == Cell::gru) {      \
+    constexpr Cell kCell = Cell::gru;  \
+    __VA_ARGS__;                       \
+  } else {                             \
+    constexpr Cell kCell = Cell::tanh; \
+    __VA_ARGS__;                       \
+  }
