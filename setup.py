@@ -396,7 +396,11 @@ def word(path: Path) -> str:
 if __name__ == "__main__":
     setup(
         # seqkern/kernels is a link to kernels/: installed as seqkern.kernels, never as a top-level package.
-        packages=[*find_packages(include=["seqkern", "seqkern.*"]), "seqkern.kernels"],
+        packages=[
+            *find_packages(include=["seqkern", "seqkern.*"]),
+            "seqkern.kernels",
+            *(f"seqkern.kernels.{name}" for name in find_packages("kernels")),
+        ],
         ext_modules=[
             Extension("seqkern._C", sources=[], py_limited_api=True),
             Extension(NODE, sources=[], optional=True),

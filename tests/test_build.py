@@ -225,4 +225,4 @@ def test_an_editable_install_puts_nothing_else_on_the_path(
     assert name.endswith(".pth")
     assert [p.name for p in folder.iterdir()] == ["seqkern"]
     assert (folder / "seqkern").resolve() == tree / "seqkern"
-    assert (folder / "seqkern" / "kernels" / "layer_norm.py").is_file()
+    assert (folder / "seqkern" / "kernels" / "rnn" / "rnn.py").is_file()

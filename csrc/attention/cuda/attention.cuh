@@ -7,7 +7,7 @@
 //    query i sees key j        iff  i + low <= j <= i + high  and  j < keys
 //    z_ij = softcap tanh(scale q_i.k_j / softcap) - slope |i + diag - j| + mask_ij
 //
-// and the rest is that of kernels/attention.py, which has the equations.
+// and the rest is that of kernels/attention/attention.py, which has the equations.
 #pragma once
 
 #include "attention/mask.h"

@@ -2,7 +2,7 @@
 //
 // A *team* of C thread blocks owns one direction and walks tiles of 8 rows of the batch, the last step first. Block r
 // owns some groups of 8 units: the gates, cell state and incoming gradients of those units. With da the gradients of
-// the gates (equations: kernels/rnn.py), a step is
+// the gates (equations: kernels/rnn/rnn.py), a step is
 //
 //   pointwise   da of my units from dh, dc and what was kept; rounded to the dtype, into shared memory and to memory
 //   product     part (H x 8) = W[my gates, :]^T da (my gates x 8), for all H units

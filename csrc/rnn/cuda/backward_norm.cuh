@@ -35,7 +35,7 @@ SK_DEVICE float warp_mean(int count, F f) {
   for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
   return sum / static_cast<float>(count);
 }
-// (mean, rstd): centred twice, as in kernels/_rnn_cells.py.
+// (mean, rstd): centred twice, as in kernels/rnn/cells.py.
 template <class F>
 SK_DEVICE float2 warp_statistics(int count, float eps, F f) {
   const float first = warp_mean(count, f);

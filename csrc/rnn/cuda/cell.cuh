@@ -1,5 +1,5 @@
 // What the recurrent scans in CUDA C++ know of the layer, forward and backward: its options, and one step's flags.
-// The equations stand in kernels/rnn.py. Torch-free.
+// The equations stand in kernels/rnn/rnn.py. Torch-free.
 #pragma once
 
 #include "common/cuda/device.cuh"

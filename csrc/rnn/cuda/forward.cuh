@@ -1,8 +1,8 @@
 // The recurrent scan, forward: all steps of a layer of LSTM, GRU or RNN in one launch, the weights on chip.
 //
 // The idea. x = w_ih x_t of all steps is given; what is left of a step is w_hh h, the cell, and the way of the new h to
-// all that need it. Teams of thread blocks hold the weights (team.cuh) and exchange h (exchange.cuh);
-// teams of different directions and tiles of the batch never meet. The equations stand in kernels/rnn.py. A lane owns
+// all that need it. Teams of thread blocks hold the weights (team.cuh) and exchange h (exchange.cuh); teams of
+// different directions and tiles of the batch never meet. The equations stand in kernels/rnn/rnn.py. A lane owns
 // the gates of its pairs (unit, row) and keeps their h and c in float32 registers for the whole sequence; h is rounded
 // only as operand of the next product, and as output. x of the next step is asked for as soon as h is on its way.
 //

@@ -1,5 +1,5 @@
 // Which tier of the persistent scans serves a problem on a device, and how it divides the work: block, cluster, grid,
-// or none of them (then the layer goes step by step, kernels/rnn.py). Host code.
+// or none of them (then the layer goes step by step, kernels/rnn/rnn.py). Host code.
 //
 // Chosen by the limits of the device and what its occupancy queries say. The batch decides how many teams there are,
 // and whether a tile has 8 or 16 of its rows, but not the order of any sum: every bit of a result is the same whatever

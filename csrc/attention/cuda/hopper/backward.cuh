@@ -1,5 +1,5 @@
 // The backward pass of attention for compute capability 9.0, head dimensions up to 128: bfloat16 and float16, the
-// equations of kernels/attention.py without what changes a score. Larger ones: backward_wide.cuh.
+// equations of kernels/attention/attention.py without what changes a score. Larger ones: backward_wide.cuh.
 //
 // The idea (FlashAttention-3: Shah et al. 2024). A block of threads owns a block of keys: each of its warpgroups 64 of
 // them, with dK and dV in registers, and walks the queries that see them, 64 at a time, of all heads that share the

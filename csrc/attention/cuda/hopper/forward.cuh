@@ -1,5 +1,5 @@
 // The forward pass of attention for compute capability 9.0: bfloat16 and float16, the equations of
-// kernels/attention.py. What becomes of scores: scores.cuh.
+// kernels/attention/attention.py. What becomes of scores: scores.cuh.
 //
 // The idea (FlashAttention-3: Shah et al. 2024). A block of threads has one warp that only asks TMA for tiles and two
 // or three warpgroups that only compute. Each of these owns 64 queries and walks the keys with an online softmax:

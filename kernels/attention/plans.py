@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ._attention_blocks import NATURAL, RAW, SCALED
-from ._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two, unit_last
+from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two, unit_last
+from .blocks import NATURAL, RAW, SCALED
 
 # Integers that must not be compiled in: nothing is compiled again when only lengths change. Of the elements of tuples
 # (strides, and the sizes of a mask) Triton notes two things all the same: a 1 is a constant, and a multiple of 16 is

@@ -16,8 +16,7 @@ The equations, with diag = diagonal, or diagonal + nk - nq, and z = -inf outside
     dmask = dz, summed over what the mask is broadcast over           ddistance_i = sum_j dz_ij |i + diag - j|
 
 with r_ij = 1 / (1 - p_drop) where dropout keeps (i, j), else 0. What a tile needs of this stands in
-_attention_blocks.py, decoding (few queries, many keys) in _attention_decode.py, tiles and arguments in
-_attention_plans.py.
+blocks.py, decoding (few queries, many keys) in decode.py, tiles and arguments in plans.py.
 
 Exponentials are powers of two. Blocks outside the band are never visited, and only the blocks at its edges compare
 positions: a window is a left edge, a middle and a right edge. A row that sees no key gives out 0, lse -inf and zero
@@ -55,7 +54,22 @@ import torch
 import triton
 import triton.language as tl
 
-from ._attention_blocks import (
+from .._common import (
+    accumulator,
+    aligned,
+    dot,
+    head_rows,
+    keep_mask,
+    load_tile,
+    rounded,
+    scalar,
+    shared_memory,
+    store_tile,
+    tile_scores,
+    unit_last,
+)
+from .._replay import Memory, planned
+from .blocks import (
     LN2,
     LOG2E,
     NATURAL,
@@ -74,23 +88,8 @@ from ._attention_blocks import (
     visible,
     zero_gaps,
 )
-from ._attention_decode import decodes, packed, plan_decode
-from ._attention_plans import SIZES, plan, prepare, result, statistics, usable
-from ._common import (
-    accumulator,
-    aligned,
-    dot,
-    head_rows,
-    keep_mask,
-    load_tile,
-    rounded,
-    scalar,
-    shared_memory,
-    store_tile,
-    tile_scores,
-    unit_last,
-)
-from ._replay import Memory, planned
+from .decode import decodes, packed, plan_decode
+from .plans import SIZES, plan, prepare, result, statistics, usable
 
 # fmt: off
 # Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.

@@ -12,8 +12,8 @@ kernels do what is left on either side of the product with w_hr.
 import triton
 import triton.language as tl
 
-from ._common import aligned, rounded, scalar
-from ._rnn_cells import (
+from .._common import aligned, rounded, scalar
+from .cells import (
     GRU,
     LSTM,
     activate,

@@ -4,11 +4,11 @@ The idea. Everything that does not wait for h_{t-1} leaves the loop: one GEMM gi
 gates of all steps, and after the backward scan one GEMM each gives grad_input and the gradients of the weights. For
 the scan itself there are three ways:
 
-- small hidden sizes (`_rnn_sequence.py`): one program for a direction and a tile of the batch walks all steps, with
+- small hidden sizes (`sequence.py`): one program for a direction and a tile of the batch walks all steps, with
   the weights, h and c on chip. Two sequences never meet, so nothing is synchronised between programs;
 - where CUDA C++ is in force (csrc/rnn/cuda/): the same by one block, a cluster of them, or the whole device, as far
   as the weights fit on chip, with zoneout and layer norm, but neither projection, peepholes nor float64;
-- all others (`_rnn_steps.py`): a step is one product with w_hh, of both directions at once, and one kernel, which adds
+- all others (`steps.py`): a step is one product with w_hh, of both directions at once, and one kernel, which adds
   products and biases, normalises, applies gates, zoneout, lengths and resets, and keeps what the backward pass needs.
 
 The equations (Hochreiter & Schmidhuber 1997; Gers & Schmidhuber 2000: peepholes; Cho et al. 2014 in torch's order of
@@ -39,17 +39,14 @@ a CUDA graph.
 
 import torch
 
-from .. import _library
-from . import _rnn_plans as plans
-from ._common import accumulator, on, run, shared_memory, unit_last
-from ._replay import Repeated
-from ._rnn_aot import aot_configurations
-from ._rnn_plans import GRU, LSTM, stack
-from ._rnn_sequence import plan_backward as plan_sequence_backward
-from ._rnn_sequence import plan_forward as plan_sequence_forward
-from ._rnn_sequence import takes_sequence
-
-__all__ = ["aot_configurations", "rnn_bwd", "rnn_fwd"]
+from ... import _library
+from .._common import accumulator, on, run, shared_memory, unit_last
+from .._replay import Repeated
+from . import plans
+from .plans import GRU, LSTM, stack
+from .sequence import plan_backward as plan_sequence_backward
+from .sequence import plan_forward as plan_sequence_forward
+from .sequence import takes_sequence
 
 TIER = "auto"  # of the CUDA scan: the smallest that holds the weights, or, for tests, "block", "cluster" or "grid"
 

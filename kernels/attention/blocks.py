@@ -18,7 +18,7 @@ import math
 import triton
 import triton.language as tl
 
-from ._common import aligned, dot, keep_mask, load_tile, tile_scores
+from .._common import aligned, dot, keep_mask, load_tile, tile_scores
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))

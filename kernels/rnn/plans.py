@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from . import _rnn_steps as steps
-from ._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two
+from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two
+from . import steps
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
 GATES = (4, 3, 1, 1)  # G, what a cell computes from x and h

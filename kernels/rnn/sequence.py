@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import TRITON_DTYPE, Launch, aligned, cdiv, dot, power_of_two, rounded
-from ._rnn_cells import (
+from .._common import TRITON_DTYPE, Launch, aligned, cdiv, dot, power_of_two, rounded
+from .cells import (
     GRU,
     LSTM,
     activate,
@@ -39,7 +39,7 @@ from ._rnn_cells import (
     tanh,
     time_of,
 )
-from ._rnn_plans import GATES, Problem, strides_of
+from .plans import GATES, Problem, strides_of
 
 # Nothing is compiled again when these change.
 _SIZES = ["x_strides", "grad_strides", "grad_products_strides", "T", "B", "H", "D", "reverse"]

@@ -2,10 +2,10 @@
 
 import torch
 
-from . import _rnn_plans as plans
-from ._common import accumulator
-from ._rnn_plans import GATES, GRU, LSTM
-from ._rnn_sequence import plan_backward, plan_forward, takes_sequence
+from .._common import accumulator
+from . import plans
+from .plans import GATES, GRU, LSTM
+from .sequence import plan_backward, plan_forward, takes_sequence
 
 # For the ahead-of-time gate: what `prepare` is told of each option.
 _AOT_OPTIONS = {

@@ -2,13 +2,13 @@
 
 The cells share their shape: G gates of H units each, of which zx comes from the input, for all steps at once, and zh
 from the state. An option that is not there costs nothing: its pointer is None, which the compiler knows. The equations
-stand in rnn.py, the kernels that use this in _rnn_steps.py (one step) and _rnn_sequence.py (all of them).
+stand in rnn.py, the kernels that use this in steps.py (one step) and sequence.py (all of them).
 """
 
 import triton
 import triton.language as tl
 
-from ._common import keep_mask, rounded
+from .._common import keep_mask, rounded
 
 LSTM = tl.constexpr(0)
 GRU = tl.constexpr(1)

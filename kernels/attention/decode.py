@@ -12,9 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._attention_blocks import LN2, LOG2E, NATURAL, forward_blocks, power, sequence
-from ._attention_plans import SIZES, plan
-from ._common import (
+from .._common import (
     Launch,
     accumulator,
     aligned,
@@ -25,6 +23,8 @@ from ._common import (
     scalar,
     store_tile,
 )
+from .blocks import LN2, LOG2E, NATURAL, forward_blocks, power, sequence
+from .plans import SIZES, plan
 
 CHUNK = tl.constexpr(256)  # keys
 
