@@ -58,7 +58,7 @@ def tree(tmp_path: Path) -> Path:
     """What the build reads, in a folder of its own."""
     folder = tmp_path / "tree"
     folder.mkdir()
-    for name in ("Makefile", "setup.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+    for name in ("Makefile", "setup.py", "setup_cuda.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in ("csrc", "kernels", "seqkern"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -107,6 +107,14 @@ def test_the_demo_builds_for_the_gpus_that_are_here_and_the_rest_for_all(
     for goal in ("demo", "test"):
         make(tree, goal)
         assert archs_of_builds(calls) == ["80;90a"]
+
+
+def test_clean_leaves_no_library(tree: Path) -> None:
+    names = ("_C.abi3.so", "_node-2.10.0-cpython-310.so", "_node-2.11.0-cpython-311.so")
+    for name in names:
+        (tree / "seqkern" / name).touch()
+    make(tree, "clean")
+    assert not list(tree.rglob("*.so"))
 
 
 def in_a_terminal(command: list[str], folder: Path) -> str:

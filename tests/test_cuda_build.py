@@ -242,10 +242,10 @@ def test_the_gate_fails_on(report, budget, words):
 
 @pytest.fixture
 def setup(monkeypatch):
-    """setup.py's functions, where nothing of the environment names a compiler."""
+    """setup_cuda.py's functions, where nothing of the environment names a compiler."""
     for name in ("NVCC", "CUDA_HOME", "SEQKERN_CUDA_ARCHS"):
         monkeypatch.delenv(name, raising=False)
-    spec = importlib.util.spec_from_file_location("seqkern_setup", ROOT / "setup.py")
+    spec = importlib.util.spec_from_file_location("setup_cuda", ROOT / "setup_cuda.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
