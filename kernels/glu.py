@@ -1,6 +1,6 @@
 """Gated linear units in Triton: y = a(g) u, dg = dy u a'(g), du = dy a(g).
 
-a is silu, gelu or gelu's approximation by tanh: equations and sources in csrc/glu/glu_cpu.cpp. A program takes a
+a is silu, gelu or gelu's approximation by tanh: equations and sources in csrc/glu/cpu/kernels.cpp. A program takes a
 tile of elements, each read once and written once: 3 numbers an element forward and 5 backward, which set the time.
 
 No GPU speed has been measured yet.

@@ -1,14 +1,14 @@
 """One step of a recurrent cell on gates whose products are summed: the launchers, and the kernels of a layer's steps.
 
-The equations are those of kernels/rnn.py, of one step and without its options; two products of torch come before.
+The equations are those of kernels/rnn/rnn.py, of one step and without its options; two products of torch come before.
 """
 
 import torch
 
-from . import _rnn_plans as plans
 from ._common import accumulator, unit_last
 from ._replay import planned
-from ._rnn_plans import GATES, GRU, LSTM
+from .rnn import plans
+from .rnn.plans import GATES, GRU, LSTM
 
 __all__ = ["aot_configurations", "rnn_cell_bwd", "rnn_cell_fwd"]
 

@@ -1,4 +1,4 @@
-"""Attention's kernels in CUDA C++ behind its dispatcher ops, as kernels/attention.py has those in Triton."""
+"""Attention's kernels in CUDA C++ behind its dispatcher ops, as kernels/attention/attention.py has those in Triton."""
 
 from __future__ import annotations
 

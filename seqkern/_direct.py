@@ -1,6 +1,6 @@
-"""The fast path: the Python half of csrc/common/direct_node.h.
+"""The fast path: the Python half of csrc/common/node.h.
 
-`layer_norm`, `glu`, `attention`, `rnn` and `rnn_cell` take what their fronts in csrc/*/*_node.cpp read, and return an
+`layer_norm`, `glu`, `attention`, `rnn` and `rnn_cell` take what their fronts in csrc/*/node.cpp read, and return an
 op's results, bitwise the op's, or None for any call that is not the plain one: then the dispatcher takes it, and finds
 the errors. Each is called only where `fast()` holds.
 

@@ -18,7 +18,6 @@ class Slice:
     # In `seqkern_cuda`: what is written in CUDA C++ too. An op of the same name in `ops` is replaced by it as a whole.
     cuda_ops: tuple[str, ...] = ()
     own_bf16: bool = False  # CPU kernels of its own in the tiers for bfloat16
-    csrc: str = ""  # the slice in whose folder its C++ is, where it shares kernels with another
 
     @property
     def cuda_needs_triton(self) -> bool:
@@ -52,7 +51,6 @@ ALL = (
         name="rnn_cell",
         ops=("rnn_cell_fwd", "rnn_cell_bwd"),
         functions=("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        csrc="rnn",
     ),
 )
 # By name: slices, and the slice of a dispatcher op, of an op in CUDA C++ and of a public function.

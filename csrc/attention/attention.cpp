@@ -9,9 +9,9 @@
 #include <thread>
 #include <tuple>
 
-#include "attention_ops.h"
-#include "attention_problem.h"
+#include "ops.h"
 #include "parallel.h"
+#include "problem.h"
 #include "scratch.h"
 
 namespace seqkern {

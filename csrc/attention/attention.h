@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "attention_mask.h"
 #include "cpu_isa.h"
 #include "dropout.h"
 #include "dtype.h"
+#include "mask.h"
 
 namespace seqkern {
 

@@ -1,8 +1,8 @@
 // The instruction-set tiers of the CPU kernels, and which of them runs.
 //
-// Every csrc/<op>/<op>_cpu.cpp is compiled once per tier with other flags, inside `namespace seqkern::SK_TIER`, and
+// Every csrc/<op>/cpu/*.cpp is compiled once per tier with other flags, inside `namespace seqkern::SK_TIER`, and
 // exports one table of entry points. The host code of the op asks for the active tier's table on every call. The tiers
-// with products of bfloat16 have tables for that type alone, of <op>_bf16.cpp; the others are those of avx512.
+// with products of bfloat16 have tables for that type alone, of cpu/bf16.cpp; the others are those of avx512.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)

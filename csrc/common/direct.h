@@ -1,4 +1,4 @@
-// The CPU kernels of the ops as plain functions, for the fast path (direct_node.h), which calls them past the dispatcher.
+// The CPU kernels of the ops as plain functions, for the fast path (node.h), which calls them past the dispatcher.
 //
 // Each op writes SK_DIRECT_OP beside its registration and its signature into namespace `direct`. The fast path is a
 // library of its own, tied to one torch: it finds the functions here by name, and takes them by signature only.
@@ -27,7 +27,7 @@ class DirectOp {
   const DirectOp* next_;
 };
 
-#define SK_DIRECT_OP(op)                                                          \
+#define SK_DIRECT_OP(op)                                                              \
   static_assert(std::is_same_v<decltype(op), direct::op>, #op " is not as declared"); \
   const DirectOp op##_direct(#op, typeid(direct::op).name(), reinterpret_cast<const void*>(&op));
 

@@ -10,8 +10,8 @@
 //   - two cores on the same rows, half the weights each, which stay in L2: 24.6 to 18 ms (with both cores; all weights
 //     and half the rows each before).
 //   - products with the input by panels, by who needs them, in one run of memory: 18 to 15.
-//   - a group's cells between the steps of the next group's products (rnn_forward.h): 10.0 to 8.5 (one core); an LSTM's
-//     cell in two halves, one row's second beside the next one's first: 8.0.
+//   - a group's cells between the steps of the next group's products (rnn/cpu/forward.h): 10.0 to 8.5 (one core); an
+//     LSTM's cell in two halves, one row's second beside the next one's first: 8.0.
 // Tried and lost: chunks of 64 and 128 tokens, whose zx would stay in L2: 5 to 25 % slower, W_ih comes from beyond L2
 // for each; 1024: no difference. x prefetched, large pages: no difference. The lines of zx and of the output
 // prefetched: 4 % slower, they come in order.

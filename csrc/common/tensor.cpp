@@ -72,7 +72,7 @@ Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
   if (const AtenTensorHandle handle = pooled(sizes, strides, bytes, dtype)) return Tensor(handle);
   AtenTensorHandle handle = direct_allocate() ? direct_allocate()(sizes.data(), sizes.size(), dtype) : nullptr;
   SK_CHECK(handle || aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
-                                    aoti_torch_device_type_cpu(), -1, &handle) == 0,
+                                              aoti_torch_device_type_cpu(), -1, &handle) == 0,
            "seqkern: no memory for a tensor of ", bytes, " bytes");
   Tensor result(handle);
   if (pool_poisons() && bytes > 0) std::memset(result.mutable_data_ptr(), 0xff, bytes);

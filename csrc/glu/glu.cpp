@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "elementwise.h"
-#include "glu_ops.h"
+#include "ops.h"
 
 namespace seqkern {
 namespace {

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "layer_norm_arguments.h"
-#include "layer_norm_ops.h"
+#include "arguments.h"
+#include "ops.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "tensor.h"

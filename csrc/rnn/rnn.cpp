@@ -5,10 +5,10 @@
 #include <cstring>
 #include <tuple>
 
-#include "rnn_gradients.h"
-#include "rnn_inputs.h"
-#include "rnn_ops.h"
-#include "rnn_work.h"
+#include "gradients.h"
+#include "inputs.h"
+#include "ops.h"
+#include "work.h"
 
 namespace seqkern {
 namespace {

@@ -139,27 +139,6 @@ struct RnnShare {
   const int64_t* starts;  // (steps + 1)
 };
 
-struct RnnCellForward {
-  Dtype dtype;
-  Cell cell;
-  int64_t hidden;
-  const void *x_gates, *h_gates;  // (batch, gates) dtype
-  const void *h, *c;              // (batch, hidden) dtype
-  void *h_new, *c_new;            // (batch, hidden) dtype
-  void* activated;                // (batch, saved) acc
-};
-
-struct RnnCellBackward {
-  Dtype dtype;
-  Cell cell;
-  int64_t hidden;
-  const void *grad_h, *grad_c;        // (batch, hidden) dtype; grad_c may be null
-  const void *h, *c, *c_new;          // (batch, hidden) dtype
-  const void* activated;              // (batch, saved) acc
-  void *grad_x_gates, *grad_h_gates;  // (batch, gates) dtype; grad_h_gates: GRU only
-  void *grad_h_prev, *grad_c_prev;    // (batch, hidden) dtype; GRU only, LSTM only
-};
-
 // Sizes of memory are in bytes. A pass over steps [begin, end) is cut into turns 0 ... end - begin, and a turn into
 // panels of units: every panel of a turn needs all panels of the turn before, and nothing else. Scratch belongs to one
 // worker at a time.
@@ -180,8 +159,6 @@ struct RnnKernels {
                         void* scratch);
   int64_t (*activate_scratch)(const RnnLayer&);
   void (*activate)(const RnnActivate&, int64_t token_begin, int64_t token_end, void* scratch);
-  void (*cell_forward)(const RnnCellForward&, int64_t row_begin, int64_t row_end);
-  void (*cell_backward)(const RnnCellBackward&, int64_t row_begin, int64_t row_end);
 };
 
 SK_DECLARE_KERNEL_TABLE(RnnKernels, rnn_kernels)

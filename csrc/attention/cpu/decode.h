@@ -1,0 +1,562 @@
+// Few queries against many keys: decoding. All query rows that share a key head lie side by side in one vector or a few
+// of lanes, so that every key and value is read once for the group; the keys are cut into chunks, each worked on alone.
+//
+// With o_c, m_c, l_c the sums, maximum and denominator of chunk c: m = max m_c, O = sum_c exp(m_c - m) o_c / sum_c
+// exp(m_c - m) l_c, in the order of the chunks (Dao et al. 2023, "Flash-Decoding").
+//
+// What is read in place is asked for a line at a time, into the nearest cache. On a Zen 5 (8 key heads of 128 columns,
+// 1 and 2 threads) decoding in bfloat16 from memory reaches 0.85 to 1 of the bandwidth of reading with one or two query
+// rows a key head, 0.75 to 1 with four; that is 1.05 to 1.5 times the speed of asking for 32 keys at once into the
+// second cache, and 1.2 to 3 times that of not asking. Tried and lost there: half and twice as far ahead (0.8 to 1 and
+// 0.96 to 1.12 of the speed); the values' first rows asked for by the last keys, and the next chunk's keys by the last
+// values (within 4% either way).
+//
+// Tried and lost on a Zen 4 in bfloat16, 2 threads: values, too, by products of pairs, with probabilities rounded to
+// bfloat16 (against avx512 in one process 1.3 to 1.6 times the speed from the caches instead of 1.2 to 1.3, from memory
+// 1.07 to 1.23 as before; the error grows from 1.7e-3 to 2.3e-3, torch's).
+#pragma once
+
+#include "pair.h"
+#include "scores.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+constexpr int64_t kFewRows = 16, kFewKeys = 512;
+// With vectors long enough, scores are sums along the keys' rows and lie by rows; short ones gain nothing by it: there,
+// scores are a product with one vector of lanes and lie by keys, as everywhere.
+template <class A>
+constexpr bool kDots = W<A> >= 8;
+// Sums of outputs in registers, units of columns that they are at most, and rows. (Zen 3: 12 sums take twice as long as
+// 8.)
+constexpr int kWeighed = 4 * kGemmVecs, kMostUnits = 4, kMostRows = 2 * kGemmVecs;
+// How far ahead memory is asked for, in bytes: a core that waits for each line as it comes to it gets half the
+// bandwidth. A line at a time, between the products: a core has some tens of requests under way, and stands still while
+// it queues more.
+constexpr int64_t kAhead = 8192;
+constexpr int64_t kRowStride = kFewKeys + 16;
+
+template <class A>
+struct FewScratch {
+  A *query, *query_t;  // one of the two: (rows, dim) padded, in units, or (dim, kFewRows)
+  A* weighed;          // (kFewRows, value_dim) padded, in units: the part of the output that is summed in place
+  A *by_row, *by_key;  // scores: (kFewRows, kRowStride) where there are kDots, (kFewKeys, kFewRows)
+  A *key, *value, *max, *sum;
+  int64_t *first, *end;  // the keys that a row sees
+  Lanes<A>* lanes;
+  int64_t bytes;
+  SK_INLINE FewScratch(const AttentionShape& s, void* memory) {
+    Pieces pieces(memory);
+    query = query_t = pieces.take<A>(round_up<A>(s.head_dim) * kFewRows);
+    weighed = pieces.take<A>(kFewRows * round_up<A>(s.value_dim));
+    by_row = pieces.take<A>(kDots<A> ? kFewRows * kRowStride : 0);
+    by_key = pieces.take<A>(kFewKeys * kFewRows);
+    key = pieces.take<A>(kBlockK * round_up<A>(s.head_dim));
+    value = pieces.take<A>(kBlockK * round_up<A>(s.value_dim));
+    max = pieces.take<A>(kFewRows);
+    sum = pieces.take<A>(kFewRows);
+    first = pieces.take<int64_t>(kFewRows);
+    end = pieces.take<int64_t>(kFewRows);
+    lanes = pieces.take<Lanes<A>>(1);
+    bytes = pieces.bytes();
+  }
+};
+
+// A chunk's part of the result.
+template <class A>
+struct FewPartial {
+  A *max, *sum, *out;
+  int64_t width, bytes;
+  SK_INLINE FewPartial(const AttentionShape& s, const void* memory) {
+    Pieces pieces(const_cast<void*>(memory));
+    width = round_up<A>(s.value_dim);
+    max = pieces.take<A>(kFewRows);
+    sum = pieces.take<A>(kFewRows);
+    out = pieces.take<A>(kFewRows * width);
+    bytes = pieces.bytes();
+  }
+};
+
+// Of N vectors of N parts of `Lanes` lanes, transposes the parts.
+template <class A, int Lanes, int Step = 1, int N>
+SK_INLINE void transpose_blocks(Vec<A> (&v)[N]) {
+  if constexpr (Step < N) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i)
+      if (!(i & Step)) exchange<A, Step * Lanes>(v[i], v[i + Step]);
+    transpose_blocks<A, Lanes, 2 * Step>(v);
+  }
+}
+
+// Lane i of the result is the sum of the lanes of v[i].
+template <class A, int Step = 1>
+SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
+  if constexpr (Step < W<A>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W<A>; i += 2 * Step) {
+      exchange<A, Step>(v[i], v[i + Step]);
+      v[i] += v[i + Step];
+    }
+    return sum_rows<A, 2 * Step>(v);
+  }
+  return v[0];
+}
+
+// Rows of accumulators beside rows of T "in units": as Unit<T> brings the whole units of a row of T into registers, and
+// behind them the rest in its order.
+template <class T>
+constexpr int64_t kUnitWidth = kVectors<Unit<T>> * W<acc_t<T>>;
+SK_INLINE void store_unit(float* p, Pair v) {
+  store(p, v.a);
+  store(p + W<float>, v.b);
+}
+template <class A>
+SK_INLINE void store_unit(A* p, Vec<A> v) {
+  store(p, v);
+}
+template <class T, class U = Unit<T>, class A = acc_t<T>>
+SK_INLINE U load_unit(const A* p) {
+  if constexpr (kVectors<U> == 2) return {load(p), load(p + W<A>)};
+  else return load(p);
+}
+// The sum, and the products of a unit's elements.
+SK_INLINE vf32 times(Pair x, Pair y, vf32 sum) { return sum + x.a * y.a + x.b * y.b; }
+template <class V>
+SK_INLINE V times(V x, V y, V sum) {
+  return sum + x * y;
+}
+
+// Keys and queries of bfloat16 are multiplied as they lie where the machine adds up products of pairs: half the
+// multiplications, nothing is widened. (Beside matrix tiles it was not timed.)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define SK_PAIR_PRODUCTS 1
+template <class T>
+constexpr bool kPairProducts = std::is_same<T, BFloat16>::value;
+struct Pairs {
+  __m512i bits;
+};
+SK_INLINE vf32 times(Pairs x, Pairs y, vf32 sum) {
+  return bit_cast<vf32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(x), bit_cast<__m512bh>(y)));
+}
+// The first n of 32, and zeros.
+SK_INLINE Pairs load_as_pairs(const BFloat16* p, int64_t n) {
+  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+  return {_mm512_maskz_loadu_epi16(mask, p)};
+}
+#else
+#define SK_PAIR_PRODUCTS 0
+template <class T>
+constexpr bool kPairProducts = false;
+#endif
+
+// The distance, in elements, of the row that is asked for while one of these columns is read.
+template <class T>
+SK_INLINE int64_t distance_ahead(int64_t columns, int64_t stride) {
+  return (kAhead / (max(columns, 1) * static_cast<int64_t>(sizeof(T))) + 1) * stride;
+}
+
+// Calls body(column, unit, count) for the whole units of a row, then vectors, the last of `count` columns.
+template <class T, class Body>
+SK_INLINE void for_units(int64_t columns, const Body& body) {
+  int64_t c = 0;
+  for (; c + kUnitWidth<T> <= columns; c += kUnitWidth<T>) body(c, Unit<T>{}, kUnitWidth<T>);
+  for (; c < columns; c += W<acc_t<T>>) body(c, Vec<acc_t<T>>{}, columns - c);
+}
+
+// As for_units, for the products of keys with queries: body(key, query), functions of a row. A key is loaded, and what
+// lies at the distance `ahead` from it is asked for, unless that is 0.
+template <class T, class Body, class A = acc_t<T>>
+SK_INLINE void for_key_units(const T* keys, int64_t stride, int64_t dim, const A* query, int64_t ahead,
+                             const Body& body) {
+  const int64_t padded = round_up<A>(dim);
+  const auto element = [=](int64_t k, int64_t d) {
+    const T* at = keys + k * stride + d;
+    if (ahead) __builtin_prefetch(at + ahead, 0, 3);
+    return at;
+  };
+  if constexpr (kPairProducts<T>) {
+#if SK_PAIR_PRODUCTS
+    for (int64_t d = 0; d < dim; d += 32)
+      body([=](int64_t k) { return load_as_pairs(element(k, d), dim - d); },
+           [=](int64_t row) { return Pairs{_mm512_load_si512(reinterpret_cast<const T*>(query + row * padded) + d)}; });
+#endif
+  } else {
+    for_units<T>(dim, [&](int64_t d, auto unit, int64_t count) {
+      using U = decltype(unit);
+      body([=](int64_t k) { return load_upto_as<U>(element(k, d), count); },
+           [=](int64_t row) { return load_unit<T, U>(query + row * padded + d); });
+    });
+  }
+}
+
+// A query as for_key_units reads it, padded with zeros to whole vectors.
+template <class T, class A = acc_t<T>>
+SK_INLINE void store_query(const T* query, int64_t dim, A scale, A* to) {
+  if constexpr (kPairProducts<T>) {
+#if SK_PAIR_PRODUCTS
+    for (int64_t d = 0; d < dim; d += 32)
+      _mm512_store_si512(reinterpret_cast<T*>(to) + d, load_as_pairs(query + d, dim - d).bits);
+#endif
+  } else {
+    for_units<T>(dim, [&](int64_t d, auto unit, int64_t count) {
+      store_unit(to + d, load_upto_as<decltype(unit)>(query + d, count) * scale);
+    });
+  }
+}
+
+// scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time.
+// `Ahead`: for the first rows that see these keys.
+template <class T, int ROWS, bool Ahead, class A = acc_t<T>>
+SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, int64_t ahead, A* scores) {
+  constexpr int kKeys = W<A> / ROWS;
+  Vec<A> result[ROWS];  // of the keys that are worked on together, the rows one after the other
+#pragma GCC unroll 16
+  for (int k = 0; k < ROWS; ++k, key += kKeys * stride) {
+    Vec<A> sums[W<A>] = {};
+    for_key_units<T>(key, stride, dim, query, Ahead ? ahead : 0, [&](const auto& one_key, const auto& one_query) {
+      if constexpr (kKeys == 2) {  // a few registers hold the keys, and what is loaded of a query serves both
+        const auto x = one_key(0), y = one_key(1);
+        for (int r = 0; r < ROWS; ++r) {
+          const auto q = one_query(r);
+          sums[2 * r] = times(x, q, sums[2 * r]);
+          sums[2 * r + 1] = times(y, q, sums[2 * r + 1]);
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < kKeys; ++i) {
+          const auto x = one_key(i);
+          for (int r = 0; r < ROWS; ++r) {
+            Vec<A>& sum = sums[r * kKeys + i];
+            sum = times(x, one_query(r), sum);
+          }
+        }
+      }
+    });
+    result[k] = sum_rows<A>(sums);
+  }
+  transpose_blocks<A, kKeys>(result);
+  for (int r = 0; r < ROWS; ++r) store(scores + r * kRowStride, result[r]);
+}
+
+// The same for any number of keys and rows, `query` as store_query left it.
+template <class T, class A = acc_t<T>>
+void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, A* scores) {
+  const int64_t padded = round_up<A>(dim), ahead = distance_ahead<T>(dim, stride);
+  int64_t k = 0;
+  for (; k + W<A> <= keys; k += W<A>) {
+    int64_t row = 0;
+    const auto block = [&](auto count, auto first) {
+      dot_block<T, decltype(count)::value, decltype(first)::value>(key + k * stride, stride, dim, query + row * padded,
+                                                                   ahead, scores + row * kRowStride + k);
+      row += decltype(count)::value;
+    };
+    const auto blocks = [&](auto count) {
+      if (row == 0 && count <= rows) block(count, std::true_type{});
+      while (row + count <= rows) block(count, std::false_type{});
+    };
+    if constexpr (W<A> >= 4) blocks(std::integral_constant<int, 4>{});
+    blocks(std::integral_constant<int, 2>{});
+    blocks(std::integral_constant<int, 1>{});
+  }
+  for (; k < keys; ++k) {
+    for (int64_t row = 0; row < rows; ++row) {
+      Vec<A> sum = {};
+      for_key_units<T>(key + k * stride, stride, dim, query + row * padded, 0,
+                       [&](const auto& one_key, const auto& one_query) { sum = times(one_key(0), one_query(0), sum); });
+      scores[row * kRowStride + k] = sum_lanes<A>(sum);
+    }
+  }
+}
+
+// Scores by rows to scores by keys, and back: for the keys of [begin, end), and more up to whole vectors.
+template <class A>
+void rows_to_keys(const FewScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
+  for (int64_t k = begin / W<A> * W<A>; k < end; k += W<A>) {
+    for (int64_t q = 0; q < rows; q += W<A>) {
+      Vec<A> v[W<A>];
+      for (int i = 0; i < W<A>; ++i) v[i] = q + i < rows ? load(t.by_row + (q + i) * kRowStride + k) : Vec<A>{};
+      transpose_square<A>(v);
+      for (int i = 0; i < W<A>; ++i) store(t.by_key + (k + i) * kFewRows + q, v[i]);
+    }
+  }
+}
+template <class A>
+void keys_to_rows(const FewScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
+  for (int64_t k = begin / W<A> * W<A>; k < end; k += W<A>) {
+    for (int64_t q = 0; q < rows; q += W<A>) {
+      Vec<A> v[W<A>];
+      for (int i = 0; i < W<A>; ++i) v[i] = load(t.by_key + (k + i) * kFewRows + q);
+      transpose_square<A>(v);
+      for (int i = 0; i < min(W<A>, rows - q); ++i) store(t.by_row + (q + i) * kRowStride + k, v[i]);
+    }
+  }
+}
+
+// Scores by rows to probabilities, unnormalised.
+template <class A>
+void softmax_rows(const FewScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
+  const int64_t from = begin / W<A> * W<A>, to = round_up<A>(end);
+  for (int64_t q = 0; q < rows; ++q) {
+    A* scores = t.by_row + q * kRowStride;
+    for (int64_t k = from; k < min(t.first[q], to); ++k) scores[k] = -kInfinity<A>;
+    for (int64_t k = max(from, t.end[q]); k < to; ++k) scores[k] = -kInfinity<A>;
+    Vec<A> most = broadcast<A>(-kInfinity<A>), sum = {};
+    for (int64_t k = from; k < to; k += W<A>) most = vmax(load(scores + k), most);
+    t.max[q] = max_lanes<A>(most);
+    const Vec<A> shift = broadcast<A>(t.max[q] == -kInfinity<A> ? A(0) : t.max[q]);
+    for (int64_t k = from; k < to; k += W<A>) {
+      const Vec<A> x = exp_nonpositive<A>(load(scores + k) - shift);
+      store(scores + k, x);
+      sum += x;
+    }
+    t.sum[q] = sum_lanes<A>(sum);
+  }
+}
+
+// The same for scores by keys.
+template <class A>
+void softmax_lanes(const FewScratch<A>& t, int64_t rows, int64_t lanes, int64_t begin, int64_t end) {
+  for (int64_t q = 0; q < rows; ++q) {
+    for (int64_t k = begin; k < min(t.first[q], end); ++k) t.by_key[k * kFewRows + q] = -kInfinity<A>;
+    for (int64_t k = max(begin, t.end[q]); k < end; ++k) t.by_key[k * kFewRows + q] = -kInfinity<A>;
+  }
+  for (int64_t q = 0; q < lanes; q += W<A>) {
+    update_max<A, 1>(t.by_key + begin * kFewRows + q, kFewRows, end - begin, t.max + q);
+    for (int64_t k = begin; k < end; k += kBlockK)  // each block a sum of its own
+      exponentials<A, 1>(t.by_key + k * kFewRows + q, kFewRows, min(kBlockK, end - k), t.max + q, t.sum + q);
+  }
+}
+
+// out[row, c] (+)= sum_k P[row, k] V[k, c] for ROWS rows and NU units U of columns, the last of `count` columns.
+// `Ahead`: for the first rows that see these values.
+template <class T, class U, int ROWS, int NU, bool Ahead, class A = acc_t<T>>
+SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t ahead, int64_t count,
+                     A* out, int64_t width, bool accumulate) {
+  constexpr int64_t unit = kVectors<U> * W<A>;
+  U sums[ROWS][NU] = {};
+  for (int64_t k = 0; k < keys; ++k) {
+    const T* from = value + k * stride;
+    for (int j = 0; j < NU; ++j) {
+      if (Ahead && j * unit * sizeof(T) % 64 == 0) __builtin_prefetch(from + ahead + j * unit, 0, 3);
+      const U v = NU == 1 ? load_upto_as<U>(from, count) : load_as<U>(from + j * unit);
+      for (int r = 0; r < ROWS; ++r) sums[r][j] += v * broadcast_as<U>(scores[r * kRowStride + k]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {  // else the sums would go by way of memory
+#pragma GCC unroll 16
+    for (int j = 0; j < NU; ++j) {
+      A* to = out + r * width + j * unit;
+      store_unit(to, accumulate ? load_unit<T, U>(to) + sums[r][j] : sums[r][j]);
+    }
+  }
+}
+// The same for `units` whole units, at most NU.
+template <class T, int ROWS, int NU, bool Ahead, class A = acc_t<T>>
+__attribute__((noinline)) void weigh_units(int units, const A* scores, int64_t keys, const T* value, int64_t stride,
+                                           int64_t ahead, A* out, int64_t width, bool accumulate) {
+  if (units == NU) {
+    weigh<T, Unit<T>, ROWS, NU, Ahead>(scores, keys, value, stride, ahead, kUnitWidth<T>, out, width, accumulate);
+  } else if constexpr (NU > 1) {
+    weigh_units<T, ROWS, NU - 1, Ahead>(units, scores, keys, value, stride, ahead, out, width, accumulate);
+  }
+}
+// Of one slice of keys.
+template <class T, int ROWS, bool Ahead, class A = acc_t<T>>
+SK_INLINE void weigh_slice(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t ahead,
+                           int64_t columns, A* out, int64_t width, bool accumulate) {
+  constexpr int fit = kWeighed / (ROWS * kVectors<Unit<T>>), NU = fit < 1 ? 1 : fit < kMostUnits ? fit : kMostUnits;
+  const int64_t units = columns / kUnitWidth<T>, groups = (units + NU - 1) / NU;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t begin = g * units / groups, c = begin * kUnitWidth<T>;
+    weigh_units<T, ROWS, NU, Ahead>(static_cast<int>((g + 1) * units / groups - begin), scores, keys, value + c, stride,
+                                    ahead, out + c, width, accumulate);
+  }
+  for (int64_t c = units * kUnitWidth<T>; c < columns; c += W<A>)
+    weigh<T, Vec<A>, ROWS, 1, Ahead>(scores, keys, value + c, stride, ahead, columns - c, out + c, width, accumulate);
+}
+// Values are read in place, in their own type, by some rows at a time, in the slices of gemm.h, for the same accuracy:
+// one stays in L1 for all rows.
+template <class T, class A = acc_t<T>>
+void weighted_values(const A* scores, int64_t rows, int64_t keys, const T* value, int64_t stride, int64_t columns,
+                     A* out, int64_t width, bool accumulate) {
+  const int64_t ahead = distance_ahead<T>(columns, stride);
+  for (int64_t k = 0; k < keys; k += kGemmSlice, accumulate = true) {
+    int64_t row = 0;
+    const auto some = [&](auto count, auto first) {
+      weigh_slice<T, decltype(count)::value, decltype(first)::value>(
+          scores + row * kRowStride + k, min(kGemmSlice, keys - k), value + k * stride, stride, ahead, columns,
+          out + row * width, width, accumulate);
+      row += decltype(count)::value;
+    };
+    const auto blocks = [&](auto count) {
+      if (row == 0 && count <= rows) some(count, std::true_type{});
+      while (row + count <= rows) some(count, std::false_type{});
+    };
+    if constexpr (kMostRows > 4) blocks(std::integral_constant<int, kMostRows>{});
+    blocks(std::integral_constant<int, 4>{});
+    blocks(std::integral_constant<int, 3>{});
+    blocks(std::integral_constant<int, 2>{});
+    blocks(std::integral_constant<int, 1>{});
+  }
+}
+
+// From queries to probabilities, for the keys [begin, end) of the chunk that starts at k0.
+template <class T, class A = acc_t<T>>
+void few_scores(const AttentionForward& p, const FewScratch<A>& t, int64_t rows, int64_t k0, int64_t begin,
+                int64_t end) {
+  const AttentionShape& s = p.shape;
+  const int64_t lanes = round_up<A>(rows);
+  constexpr bool dots = kDots<A>;
+  for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
+    const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
+    const T* source = at<T>(p.key, k0 + from);
+    if (dots) {
+      dot_products<T>(source, p.key.stride, keys, s.head_dim, t.query, rows, t.by_row + from);
+      continue;
+    }
+    const Tile<A> key = plain_rows(source, p.key.stride, keys, s.head_dim, t.key);
+    for (int64_t q = 0; q < lanes; q += W<A>)
+      gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kFewRows, t.by_key + from * kFewRows + q,
+              kFewRows, false);
+  }
+  if (kPairProducts<T> && dots) {  // the queries are not scaled
+    for (int64_t q = 0; q < rows; ++q)
+      for (int64_t k = begin / W<A> * W<A>; k < end; k += W<A>) {
+        A* at = t.by_row + q * kRowStride + k;
+        store(at, load(at) * static_cast<A>(s.scale));
+      }
+  }
+  const Part part{begin, end, 0, lanes};
+  if (modified(s)) {
+    if (dots) rows_to_keys(t, rows, begin, end);
+    modify_scores(s, *t.lanes, k0, part, t.by_key, kFewRows);
+    if (dots) keys_to_rows(t, rows, begin, end);
+  }
+  if (dots) softmax_rows(t, rows, begin, end);
+  else softmax_lanes(t, rows, lanes, begin, end);
+  if (s.dropout.active) {
+    if (dots) rows_to_keys(t, rows, begin, end);
+    drop(s.dropout, *t.lanes, k0, part, t.by_key, kFewRows);
+    if (dots) keys_to_rows(t, rows, begin, end);
+  }
+}
+
+template <class T>
+void few_chunk(const AttentionForward& p, int64_t chunk, void* partial, void* memory) {
+  using A = acc_t<T>;
+  const AttentionShape& s = p.shape;
+  const FewScratch<A> t(s, memory);
+  const FewPartial<A> to(s, partial);
+  const int64_t queries = p.sequence.queries, rows = p.heads * queries, lanes = round_up<A>(rows);
+  constexpr bool dots = kDots<A>;
+  const Range seen = visible_range(p.sequence, 0, queries);
+  const int64_t k0 = chunk * kFewKeys, begin = max(0, seen.begin - k0), end = min(kFewKeys, seen.end - k0);
+
+  for (int64_t head = 0; head < p.heads; ++head) {
+    const int64_t lane = head * queries;
+    const T* query = static_cast<const T*>(p.query.data) + head * p.query_head_stride;
+    if (dots) {
+      for (int64_t i = 0; i < queries; ++i)
+        store_query(query + i * p.query.stride, s.head_dim, static_cast<A>(s.scale),
+                    t.query + (lane + i) * round_up<A>(s.head_dim));
+    } else {  // the last head clears the lanes that are left
+      transpose(query, p.query.stride, queries, head + 1 < p.heads ? queries : lanes - lane, s.head_dim,
+                static_cast<A>(s.scale), t.query_t + lane, kFewRows);
+    }
+    fill_lanes(s, p.sequence, p.bias, head, 0, queries, lane, t.lanes);
+    for (int64_t i = 0; i < queries; ++i) {
+      const Range range = visible_range(p.sequence, i, i + 1);
+      t.first[lane + i] = max(0, range.begin - k0);
+      t.end[lane + i] = min(end, range.end - k0);
+    }
+  }
+  for (int64_t q = 0; q < lanes; ++q) {
+    t.max[q] = -kInfinity<A>;
+    t.sum[q] = 0;
+  }
+  int64_t all_first = 0, all_end = end;  // what every lane sees
+  for (int64_t q = 0; q < rows; ++q) {
+    all_first = max(all_first, t.first[q]);
+    all_end = min(all_end, t.end[q]);
+  }
+
+  bool any = false, any_weighed = false;
+  if (begin < end && !mask_hides_tile(s, *t.lanes, k0, begin, end)) {
+    few_scores<T>(p, t, rows, k0, begin, end);
+    // Probability of row q and key k: weights[q * row_step + k * key_step].
+    const A* weights = dots ? t.by_row : t.by_key;
+    const int64_t row_step = dots ? kRowStride : 1, key_step = dots ? 1 : kFewRows;
+    for (int64_t k = begin / kBlockK * kBlockK; k < end; k += kBlockK) {
+      const int64_t from = max(k, begin), keys = min(k + kBlockK, end) - from;
+      const T* source = at<T>(p.value, k0 + from);
+      const bool all = all_first <= from && from + keys <= all_end;
+      if (all && dots) {
+        weighted_values<T>(weights + from, rows, keys, source, p.value.stride, s.value_dim, t.weighed, to.width,
+                           any_weighed);
+        any_weighed = true;
+        continue;
+      }
+      const Tile<A> v = padded_rows(source, p.value.stride, keys, s.value_dim, t.value);
+      if (all) {
+        gemm<A>(rows, to.width, keys, weights + from * key_step, row_step, key_step, v.data, v.stride, to.out, to.width,
+                any);
+      } else {  // a value that a row does not see must not reach it, not even times 0
+        for (int64_t q = 0; q < rows; ++q) {
+          const int64_t first = clamp(t.first[q], from, from + keys), last = clamp(t.end[q], first, from + keys);
+          gemm<A>(1, to.width, last - first, weights + q * row_step + first * key_step, row_step, key_step,
+                  v.data + (first - from) * v.stride, v.stride, to.out + q * to.width, to.width, any);
+        }
+      }
+      any = true;
+    }
+  }
+  for (int64_t i = 0; !any && i < rows * to.width; ++i) to.out[i] = 0;
+  for (int64_t q = 0; any_weighed && q < rows; ++q) {
+    for_units<T>(s.value_dim, [&](int64_t c, auto unit, int64_t) {
+      using U = decltype(unit);
+      A* out = to.out + q * to.width + c;
+      store_as<U>(out, load_as<U>(out) + load_unit<T, U>(t.weighed + q * to.width + c));
+    });
+  }
+  for (int64_t q = 0; q < rows; ++q) {
+    to.max[q] = t.max[q];
+    to.sum[q] = t.sum[q];
+  }
+}
+
+template <class T>
+void few_combine_rows(const AttentionForward& p, const void* partials, int64_t chunks) {
+  using A = acc_t<T>;
+  const AttentionShape& s = p.shape;
+  const int64_t bytes = FewPartial<A>(s, nullptr).bytes;
+  const auto part = [&](int64_t chunk) { return FewPartial<A>(s, static_cast<const char*>(partials) + chunk * bytes); };
+  for (int64_t head = 0; head < p.heads; ++head) {
+    const A sink = p.sinks ? static_cast<const A*>(p.sinks)[head] : -kInfinity<A>;
+    for (int64_t i = 0; i < p.sequence.queries; ++i) {
+      const int64_t q = head * p.sequence.queries + i;
+      A most = sink;
+      for (int64_t c = 0; c < chunks; ++c) most = part(c).max[q] > most ? part(c).max[q] : most;
+      const A shift = most == -kInfinity<A> ? A(0) : most;
+      const auto weight = [&](A max) { return exp_nonpositive<A>(broadcast<A>(max - shift)); };
+      A sum = weight(sink)[0];
+      for (int64_t c = 0; c < chunks; ++c) sum += weight(part(c).max[q])[0] * part(c).sum[q];
+      const A denominator = sum == 0 ? A(1) : sum;
+      T* out = static_cast<T*>(p.out.data) + head * p.out_head_stride + i * p.out.stride;
+      for (int64_t column = 0; column < s.value_dim; column += W<A>) {
+        Vec<A> total = {};
+        for (int64_t c = 0; c < chunks; ++c) {
+          const FewPartial<A> from = part(c);
+          total += weight(from.max[q]) * load(from.out + q * from.width + column);
+        }
+        store_upto(out + column, total / denominator, s.value_dim - column);
+      }
+      static_cast<lse_t<T>*>(p.lse)[head * p.lse_head_stride + i] = log_sum_exp<lse_t<T>>(most, sum);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern

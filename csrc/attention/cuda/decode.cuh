@@ -1,0 +1,403 @@
+// Decoding: few queries over many keys that lie in a cache, which the same call extends.
+//
+// The equations are those of attention.cuh with the band of causal attention, lower right: of a sequence of `keys`
+// keys, the new ones included, query i of n stands at position keys - n + i.
+//
+// The idea (Flash-Decoding: Dao et al. 2023). All that matters is how fast keys and values come from memory. So the
+// queries of all heads that share a key head are rows of one matrix, row r being query r % n of the group's head r / n:
+// up to 64 rows a block, in tiles of 16, for which keys and values are read once. And the keys that the queries see are
+// divided among `splits` blocks, whole tiles of keys each. How many blocks there are follows from shapes alone, so that
+// a recorded CUDA graph serves every length; which tiles are whose follows on the device from the length of the
+// sequence, so that a short sequence in a large cache keeps all blocks busy, and a window costs what it shows. Where
+// keys and values lie, in pages or not, and how new ones come to them: decode_cache.cuh.
+//
+//   a block:  for its tiles t:  S = Q K_t^T,  m' = max(m, rowmax S),  P = 2^(c S - c m'),  O = O 2^(c m - c m') + P V_t
+//   a row:    out = sum_s 2^(m_s - M) O_s / sum_s 2^(m_s - M) l_s,  M = max_s m_s, over its splits s in order
+//
+// with c = scale log2 e; where a score is more than scale q.k, S is that score and c = log2 e.
+//
+// The last step is a second kernel. A counter by which the last block knows that it is the last saves that launch, but
+// has to be zero before: memory that calls of several streams or replayed graphs share, or a launch that clears it.
+//
+// Warps. A block has four, which divide the tiles of rows, and what is left of them the keys of a tile, 16 at a time:
+// with one tile of rows every warp has its own keys, with four every warp has its own rows. Each holds the sums of 16
+// rows, so the code and the registers are the same; slices of keys meet in shared memory at the end, in order.
+//
+// Shared memory. A ring of 64 KB, whose stages hold a tile of keys and a tile of values: 64 rows of up to 256 bytes, 32
+// of up to 512, 16 beyond. All stages but the one in use are on their way: 32 KB a block, 48 KB where rows have 128
+// bytes. With 4 KB of queries three blocks fit a multiprocessor of sm_90 (two with 256 columns, for their registers),
+// two of sm_80, one of sm_120: 96, 64 and 32 KB. At 4.8 TB/s and 1 us a multiprocessor of 132 needs 36. Beside the
+// ring: queries, and of paged caches where the rows of the next tiles lie.
+//
+// Bytes: keys x (D + Dv), once; and 8 Dv for a row and split. FLOP: 2 rows x keys x (D + Dv), rows rounded up to 16; at
+// 64 rows of bfloat16 that is 64 FLOP a byte.
+//
+// float32: products of 8 terms that begin at zero are added by ordinary additions (mma.cuh).
+//
+// What was tried, judged by the compiler's reports for sm_90: all scores of a tile at once, with keys and values in
+// slots of their own and two barriers a tile. Of three blocks a multiprocessor every instance spilled, 72 bytes
+// (bfloat16, 64 columns) to 1.4 KB (float32, 256), and the file took 46 s to compile, not 27.
+#pragma once
+
+#include "decode_cache.cuh"
+
+namespace seqkern {
+namespace attention_decode {
+
+constexpr int slices_of(int tiles, int groups) { return kWarps / tiles < groups ? kWarps / tiles : groups; }
+
+template <class T, int kDim>
+constexpr int shared_bytes(int tiles, bool paged) {
+  using S = Shape<T, kDim>;
+  const int table = paged ? S::kStages * S::kKeys * static_cast<int>(sizeof(int2)) : 0;
+  const int loop = kRing + S::Tile::bytes(kRows * tiles) + table;
+  const int sums = kWarps * kRows * (S::kSumRow + 2) * 4;
+  return loop > sums ? loop : sums;
+}
+
+// The keys that the queries of a sequence see: tiles from `first`, `each` of them a split, in the first `used` splits.
+struct Division {
+  int first, tiles, each, used;
+};
+SK_DEVICE Division divide(const AttentionRange& range, int keys, int splits) {
+  Division d{range.first, (range.last - range.first + keys - 1) / keys, 0, 0};
+  d.each = (d.tiles + splits - 1) / splits;
+  d.used = d.each > 0 ? (d.tiles + d.each - 1) / d.each : 0;
+  return d;
+}
+
+// ---- what a warp holds ---------------------------------------------------------------------------------------------
+
+// 16 rows over the keys of a slice. Lane l has rows l / 4 and l / 4 + 8, and of every 8 columns 2 (l % 4) and the next.
+template <class T, int kDim>
+struct Team {
+  using S = Shape<T, kDim>;
+  using Tile = typename S::Tile;
+  static constexpr int kDepth = attention_mma::Operand<T>::kDepth;
+
+  float out[kDim / 8][4];
+  float scores[2][4];
+  float largest[2], sum[2];
+  uint32_t held[S::kHeld ? kDim / 16 : 1][4];
+  const unsigned char* queries;
+  int query[2];
+  float slope[2];
+
+  // Of 16 rows of the queries' tile with 16 of the keys'.
+  SK_DEVICE void products(const unsigned char* keys, int group, int head_dim, int query_row, bool tf32, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[0][i] = scores[1][i] = 0;
+#pragma unroll
+    for (int k = 0; k < kDim; k += kDepth) {
+      if (k < head_dim) {
+        uint32_t raw[4], b[4];
+        if constexpr (S::kHeld) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) raw[i] = held[k / 16][i];
+        } else {
+          Tile::a(raw, queries, query_row, k, lane);
+        }
+        Tile::b_rows(b, keys, group * 16, k, lane);
+        attention_mma::multiply<T>(scores[0], scores[1], attention_mma::A<T>(raw), b, tf32);
+      }
+    }
+  }
+
+  // From products to what the exponential takes; what is not seen becomes -inf.
+  SK_DEVICE void bend(const AttentionCuda& call, const AttentionPlace& at, int key0, bool plain, bool edge, int lane) {
+    if (plain && !edge) return;
+    AttentionCuda own = call;
+    own.mask = nullptr;  // there is none here: `biased` without one
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = key0 + n * 8 + lane % 4 * 2 + i % 2;
+        float ignored;
+        if (!plain) scores[n][i] = biased(own, {nullptr, slope[i / 2]}, at, scores[n][i], query[i / 2], key, &ignored);
+        if (edge && !sees(at, query[i / 2], key)) scores[n][i] = -INFINITY;
+      }
+    }
+  }
+
+  // The step of the running softmax: scores become weights.
+  SK_DEVICE void weigh(float c) {
+    float decay[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = largest[r];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) most = fmaxf(most, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float shift = most == -INFINITY ? 0 : most * c;
+      decay[r] = exp2f(fmaf(largest[r], c, -shift));
+      largest[r] = most;
+      float total = 0;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 2 * r; i < 2 * r + 2; ++i) {
+          scores[n][i] = exp2f(fmaf(scores[n][i], c, -shift));
+          total += scores[n][i];
+        }
+      }
+      sum[r] = fmaf(sum[r], decay[r], total);
+    }
+    // Where no row has a larger score than before, which is nearly always, all would be multiplied by 1.
+    if (__any_sync(~0u, decay[0] != 1 || decay[1] != 1)) {
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[n][i] *= decay[i / 2];
+      }
+    }
+  }
+
+  SK_DEVICE void add_values(const unsigned char* values, int group, int value_dim, bool tf32, int lane) {
+#pragma unroll
+    for (int step = 0; step < 16 / kDepth; ++step) {
+      uint32_t raw[4];
+      attention_mma::a_of_sums<T>(raw, scores[step], scores[1]);
+      const attention_mma::A<T> a(raw);
+#pragma unroll
+      for (int c = 0; c < kDim; c += 16) {
+        if (c >= value_dim) continue;
+        uint32_t b[4];
+        Tile::b_columns(b, values, c, group * 16 + step * kDepth, lane);
+        attention_mma::multiply<T>(out[c / 8], out[c / 8 + 1], a, b, tf32);
+      }
+    }
+  }
+};
+
+// A row's logarithm of the sum (base 2) from its largest exponent and sum, and what its values are multiplied by. A row
+// that sees nothing: -inf, and 0.
+struct End {
+  float weight, lse;
+};
+SK_DEVICE End finish(float largest, float sum, const float* sinks, int64_t head) {
+  float decay = 1;
+  if (sinks != nullptr) {
+    const float sink = sinks[head] * kLog2e, most = fmaxf(largest, sink);
+    const float shift = most == -INFINITY ? 0 : most;
+    decay = exp2f(largest - shift);
+    sum = fmaf(sum, decay, exp2f(sink - shift));
+    largest = most;
+  }
+  const bool none = sum == 0;
+  return {none ? 0 : decay / sum, none ? -INFINITY : (largest + log2f(sum)) * kLn2};
+}
+
+// ---- the kernels ---------------------------------------------------------------------------------------------------
+
+// Block: a split of the keys for up to 16 * tiles rows of a key head of a sequence.
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_kernel(Decode p) {
+  using S = Shape<T, kDim>;
+  using Tile = typename S::Tile;
+  constexpr int kAhead = S::kStages - 1;  // tiles that are on their way
+  SK_SHARED(shared);
+  const AttentionCuda& call = p.call;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int split = static_cast<int>(blockIdx.x % p.splits);
+  const int head_block = static_cast<int>(blockIdx.x / p.splits), row_block = head_block % p.row_blocks;
+  const int kv_head = head_block / p.row_blocks % call.kv_heads, sequence = head_block / p.row_blocks / call.kv_heads;
+  const int queries = call.max_queries, group = call.heads / call.kv_heads;
+  const int row0 = row_block * p.tiles * kRows, rows = min(group * queries - row0, p.tiles * kRows);
+
+  Source from{sequence, kv_head, 0, 0, 0, nullptr};
+  const AttentionPlace at = place_of(p, sequence, &from.old);
+  const AttentionRange range = key_range(at, 0, queries, S::kKeys);
+  const Division division = divide(range, S::kKeys, p.splits);
+  const int tile0 = split * division.each, count = max(0, min(division.each, division.tiles - tile0));
+  const int base = division.first + tile0 * S::kKeys;
+  from.first = max(0, at.low);
+  from.last = range.last;
+  unsigned char* const query_tile = shared + kRing;
+  if (p.pages != nullptr) from.table = reinterpret_cast<int2*>(query_tile + Tile::bytes(p.tiles * kRows));
+
+  // Queries, and of paged caches the places of the first tiles.
+  const auto query_row = [&](int row) {
+    row += row0;
+    return call.query.at<T>(sequence, kv_head * group + row / queries, row % queries);
+  };
+  for (int n = thread; count > 0 && n < p.tiles * kRows * Tile::kChunks; n += kThreads) {
+    const int row = n / Tile::kChunks, chunk = n % Tile::kChunks, left = call.head_dim - chunk * Tile::kChunk;
+    if (call.vectors) {
+      const int bytes = row < rows ? max(0, min(left * static_cast<int>(sizeof(T)), 16)) : 0;
+      cp_async_16(query_tile + Tile::offset(row, chunk),
+                  bytes > 0 ? query_row(row) + chunk * Tile::kChunk : call.query.at<T>(0, 0, 0), bytes);
+    } else {
+      for (int c = 0; c < Tile::kChunk; ++c) {
+        *Tile::element(query_tile, row, chunk * Tile::kChunk + c) =
+            row < rows && c < left ? query_row(row)[chunk * Tile::kChunk + c] : T{};
+      }
+    }
+  }
+  int2 place{};  // of a key of the tile whose places are written next
+  if (from.table != nullptr) {
+    for (int n = thread; n < S::kStages * S::kKeys; n += kThreads) {
+      if (n < count * S::kKeys) from.table[n] = page_of(p, from, base + n);
+    }
+    if (thread < S::kKeys && S::kStages < count) place = page_of(p, from, base + S::kStages * S::kKeys + thread);
+    __syncthreads();
+  }
+  const auto ask = [&](int t) {
+    if (t < count) {
+      unsigned char* const to = shared + t % S::kStages * 2 * S::kTile;
+      // One code for both where float32's sums leave no registers for two.
+#pragma unroll(sizeof(T) == 4 ? 1 : 2)
+      for (int n = 0; n < 2; ++n) {
+        load<T, kDim>(p, from, n == 0 ? p.key_cache : p.value_cache, n == 0 ? p.new_key : p.new_value,
+                      to + n * S::kTile, t, base + t * S::kKeys, n == 0 ? call.head_dim : call.value_dim, thread);
+      }
+    }
+    cp_async_commit();
+  };
+#pragma unroll 1
+  for (int t = 0; t < kAhead; ++t) ask(t);
+  if (row_block == 0) {
+    for (int n = split; n < at.keys - from.old; n += p.splits) append<T>(p, from, n, thread);
+  }
+
+  Team<T, kDim> team;
+  const int slices = slices_of(p.tiles, S::kGroups), row_tile = warp % p.tiles;
+  team.queries = query_tile;
+  const int slice = warp / p.tiles;
+  const bool works = slice < slices && row_tile * kRows < rows;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = min(row0 + row_tile * kRows + lane / 4 + 8 * r, group * queries - 1);
+    team.query[r] = row % queries;
+    team.slope[r] =
+        call.slopes != nullptr ? call.slopes[int64_t{sequence} * call.heads + kv_head * group + row / queries] : 0;
+    team.largest[r] = -INFINITY;
+    team.sum[r] = 0;
+  }
+#pragma unroll
+  for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) team.out[n][i] = 0;
+  }
+  const bool plain = call.plain();
+  const float c = plain ? call.scale * kLog2e : kLog2e;
+
+#pragma unroll 1
+  for (int t = 0; t < count; ++t) {
+    const int key0 = base + t * S::kKeys;
+    cp_async_wait<kAhead - 1>();
+    __syncthreads();
+    ask(t + kAhead);
+    if (from.table != nullptr && thread < S::kKeys) {  // of tile t's slot, which was read before the barrier
+      from.table[t % S::kStages * S::kKeys + thread] = place;
+      if (t + S::kStages + 1 < count) place = page_of(p, from, key0 + (S::kStages + 1) * S::kKeys + thread);
+    }
+    if (!works) continue;
+    if constexpr (S::kHeld) {
+      if (t == 0) {
+#pragma unroll
+        for (int k = 0; k < kDim / 16; ++k) Tile::a(team.held[k], query_tile, row_tile * kRows, k * 16, lane);
+      }
+    }
+    const unsigned char* const keys = shared + t % S::kStages * 2 * S::kTile;
+#pragma unroll 1
+    for (int group = slice; group < S::kGroups; group += slices) {
+      team.products(keys, group, call.head_dim, row_tile * kRows, call.tf32, lane);
+      team.bend(call, at, key0 + group * 16, plain, key0 < range.full || key0 >= range.edge, lane);
+      team.weigh(c);
+      team.add_values(keys + S::kTile, group, call.value_dim, call.tf32, lane);
+    }
+  }
+
+  // The slices of a row together, and out with it.
+  cp_async_wait<0>();
+  __syncthreads();
+  float* const sums = reinterpret_cast<float*>(shared);
+  float* const extents = sums + kWarps * kRows * S::kSumRow;
+  if (works) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = team.sum[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int row = warp * kRows + lane / 4 + 8 * r;
+      if (lane % 4 == 0) {
+        extents[2 * row] = team.largest[r] * c;
+        extents[2 * row + 1] = sum;
+      }
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        *reinterpret_cast<float2*>(sums + row * S::kSumRow + n * 8 + lane % 4 * 2) =
+            make_float2(team.out[n][2 * r], team.out[n][2 * r + 1]);
+      }
+    }
+  }
+  __syncthreads();
+  if (p.splits > 1 && split >= division.used) return;
+  for (int n = warp; n < rows; n += kWarps) {
+    const int row = row0 + n, step = p.tiles * kRows;  // to the row's next slice
+    float largest = -INFINITY, sum = 0, weight[kWarps];
+    for (int s = 0; s < slices; ++s) largest = fmaxf(largest, extents[2 * (n + s * step)]);
+    const float shift = largest == -INFINITY ? 0 : largest;
+#pragma unroll
+    for (int s = 0; s < kWarps; ++s) {
+      weight[s] = s < slices ? exp2f(extents[2 * (n + s * step)] - shift) : 0;
+      if (s < slices) sum = fmaf(extents[2 * (n + s * step) + 1], weight[s], sum);
+    }
+    const int head = kv_head * group + row / queries;
+    const int64_t to = (int64_t{sequence} * call.heads + head) * queries + row % queries;
+    const auto column = [&](int i) {
+      float x = 0;
+#pragma unroll
+      for (int s = 0; s < kWarps; ++s) {
+        if (s < slices) x = fmaf(sums[(n + s * step) * S::kSumRow + i], weight[s], x);
+      }
+      return x;
+    };
+    if (p.splits > 1) {
+      float* partial = p.partial + (to * p.splits + split) * call.value_dim;
+      for (int i = lane; i < call.value_dim; i += 32) partial[i] = column(i);
+      if (lane < 2) p.extent[2 * (to * p.splits + split) + lane] = lane == 0 ? largest : sum;
+    } else {
+      const End end = finish(largest, sum, call.sinks, head);
+      T* out = static_cast<T*>(p.out) + to * call.value_dim;
+      for (int i = lane; i < call.value_dim; i += 32) out[i] = narrow<T>(column(i) * end.weight);
+      if (lane == 0) p.lse[to] = end.lse;
+    }
+  }
+}
+
+// Block: a row, from what its splits left. Every warp finds the weights for itself.
+template <class T>
+__global__ void __launch_bounds__(kThreads) combine_kernel(Decode p, int keys) {
+  const AttentionCuda& call = p.call;
+  const int64_t row = blockIdx.x, head = row / call.max_queries % call.heads;
+  int old;
+  const AttentionPlace at = place_of(p, row / call.max_queries / call.heads, &old);
+  const int used = divide(key_range(at, 0, call.max_queries, keys), keys, p.splits).used;
+  const float* extent = p.extent + 2 * row * p.splits;
+  float largest = -INFINITY, sum = 0;
+  const int lane = threadIdx.x % 32;
+  for (int s = lane; s < used; s += 32) largest = fmaxf(largest, extent[2 * s]);
+#pragma unroll
+  for (int n = 16; n > 0; n /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
+  const float shift = largest == -INFINITY ? 0 : largest;
+  for (int s = lane; s < used; s += 32) sum = fmaf(extent[2 * s + 1], exp2f(extent[2 * s] - shift), sum);
+#pragma unroll
+  for (int n = 16; n > 0; n /= 2) sum += __shfl_xor_sync(~0u, sum, n);
+  const End end = finish(largest, sum, call.sinks, head);
+  for (int i = threadIdx.x; i < call.value_dim; i += kThreads) {
+    const float* partial = p.partial + row * p.splits * call.value_dim + i;
+    float x = 0;
+#pragma unroll 4
+    for (int s = 0; s < used; ++s) {
+      x = fmaf(partial[static_cast<int64_t>(s) * call.value_dim], exp2f(extent[2 * s] - shift), x);
+    }
+    static_cast<T*>(p.out)[row * call.value_dim + i] = narrow<T>(x * end.weight);
+  }
+  if (threadIdx.x == 0) p.lse[row] = end.lse;
+}
+
+}  // namespace attention_decode
+}  // namespace seqkern
