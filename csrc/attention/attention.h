@@ -84,7 +84,7 @@ struct AttentionBackward {
   AttentionShape shape;
   AttentionSequence sequence;
   AttentionBias bias;
-  bool few;  // the forward pass went to the `few_` kernels
+  bool decode;  // the forward pass went to the `few_` kernels
   Rows grad_out, query, key, value, out;
   const void* lse;       // (queries)
   const void* grad_lse;  // (queries) or null
@@ -117,15 +117,15 @@ struct AttentionKernels {
   // One block of queries against all keys that it sees.
   void (*forward)(const AttentionForward&, int64_t query_block, void* scratch);
 
-  // Few queries and, as a rule, many keys (decoding): all `heads` x queries rows, at most few_rows of them, against one
-  // chunk of few_keys keys, so that the keys are read once for the group and by as many workers as there are chunks.
-  // A chunk's result goes to `partial` (few_partial bytes, 64-aligned); few_combine puts `chunks` of them, which lie
-  // one after the other, together. The cut depends on the positions of the keys alone.
-  int64_t few_rows, few_keys;
-  int64_t (*few_scratch)(const AttentionShape&);
-  int64_t (*few_partial)(const AttentionShape&);
-  void (*few_forward)(const AttentionForward&, int64_t chunk, void* partial, void* scratch);
-  void (*few_combine)(const AttentionForward&, const void* partials, int64_t chunks);
+  // Few queries and, as a rule, many keys (decoding): all `heads` x queries rows, at most decode_rows of them, against
+  // one chunk of decode_keys keys, so that the keys are read once for the group and by as many workers as there are
+  // chunks. A chunk's result goes to `partial` (decode_partial bytes, 64-aligned); decode_combine puts `chunks` of
+  // them, which lie one after the other, together. The cut depends on the positions of the keys alone.
+  int64_t decode_rows, decode_keys;
+  int64_t (*decode_scratch)(const AttentionShape&);
+  int64_t (*decode_partial)(const AttentionShape&);
+  void (*decode_forward)(const AttentionForward&, int64_t chunk, void* partial, void* scratch);
+  void (*decode_combine)(const AttentionForward&, const void* partials, int64_t chunks);
 
   // One block of queries, in four steps: begin; for every key block that it sees, ascending, scores and then keys; end.
   // `keys` adds to the key block's sums, so the blocks of queries must reach it one after the other. The `first` to do

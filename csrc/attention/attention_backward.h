@@ -1,7 +1,7 @@
 // The backward pass of one block of queries, in the steps that attention.h describes.
 #pragma once
 
-#include "attention_few.h"
+#include "attention_decode.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -9,7 +9,7 @@ namespace {
 
 template <class A>
 struct BackwardScratch {
-  A *query_t, *few_query, *grad_out_t, *query, *grad_out, *scores, *grad_scores, *grad_query, *key, *value, *delta,
+  A *query_t, *decode_query, *grad_out_t, *query, *grad_out, *scores, *grad_scores, *grad_query, *key, *value, *delta,
       *grad_lse;
   A *lse, *remainder;               // their sum is the lse
   A *distance, *derivative, *kept;  // derivative, kept: tiles, only with softcap and dropout
@@ -19,7 +19,7 @@ struct BackwardScratch {
     Pieces pieces(memory);
     const int64_t head_width = round_up<A>(s.head_dim), value_width = round_up<A>(s.value_dim);
     query_t = pieces.take<A>(s.head_dim * kLaneStride);
-    few_query = pieces.take<A>(kFewRows * head_width);
+    decode_query = pieces.take<A>(kDecodeRows * head_width);
     grad_out_t = pieces.take<A>(s.value_dim * kLaneStride);
     query = pieces.take<A>(kBlockQ * head_width);
     grad_out = pieces.take<A>(max(kBlockQ * value_width, s.value_dim * kLaneStride));  // or its transpose
@@ -40,22 +40,22 @@ struct BackwardScratch {
   }
 };
 
-// Whether the scores were made by few_scores, whose sums have another order: they must be the same to the bit, for lse
-// belongs to them. (Where the results are rounded to 16 bits that is nothing.)
+// Whether the scores were made by decode_scores, whose sums have another order: they must be the same to the bit, for
+// lse belongs to them. (Where the results are rounded to 16 bits that is nothing.)
 template <class T>
-SK_INLINE bool few_products(const AttentionBackward& p) {
-  return kDots<acc_t<T>> && sizeof(T) == sizeof(acc_t<T>) && p.few;
+SK_INLINE bool decode_products(const AttentionBackward& p) {
+  return kDots<acc_t<T>> && sizeof(T) == sizeof(acc_t<T>) && p.decode;
 }
 
-// The scores of a tile, as few_scores makes them; all of its queries are in one block.
+// The scores of a tile, as decode_scores makes them; all of its queries are in one block.
 template <class T, class A>
-void few_tile(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t) {
-  static_assert(kFewRows * kRowStride <= kBlockK * kLaneStride, "rows of scores, where the gradients come later");
+void decode_tile(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t) {
+  static_assert(kDecodeRows * kRowStride <= kBlockK * kLaneStride, "rows of scores, where the gradients come later");
   A* by_row = t.grad_scores;
   const int64_t begin = max(0, visible_range(p.sequence, 0, g.queries).begin - g.k0);
   for (int64_t q = 0; q < g.queries; ++q)
     for (int64_t k = begin / W<A> * W<A>; k < g.keys; k += W<A>) store(by_row + q * kRowStride + k, Vec<A>{});
-  dot_products<T>(at<T>(p.key, g.k0 + begin), p.key.stride, g.keys - begin, p.shape.head_dim, t.few_query, g.queries,
+  dot_products<T>(at<T>(p.key, g.k0 + begin), p.key.stride, g.keys - begin, p.shape.head_dim, t.decode_query, g.queries,
                   by_row + begin);
   for (int64_t k = g.begin; k < g.keys; k += W<A>) {
     for (int64_t q = 0; q < g.lanes; q += W<A>) {
@@ -78,10 +78,10 @@ void begin_block(const AttentionBackward& p, int64_t query_block, void* memory) 
   const T* grad_out = at<T>(p.grad_out, q0);
   transpose(at<T>(p.query, q0), p.query.stride, queries, lanes, s.head_dim, static_cast<A>(s.scale), t.query_t);
   transpose(grad_out, p.grad_out.stride, queries, lanes, s.value_dim, A(1), t.grad_out_t);
-  if (few_products<T>(p)) {
+  if (decode_products<T>(p)) {
     for (int64_t q = 0; q < queries; ++q)
       store_query(at<T>(p.query, q0 + q), s.head_dim, static_cast<A>(s.scale),
-                  t.few_query + q * round_up<A>(s.head_dim));
+                  t.decode_query + q * round_up<A>(s.head_dim));
   }
   fill_lanes(s, p.sequence, p.bias, 0, q0, queries, 0, t.lanes);
   // delta is summed as the product dO V^T sums, so that dP - delta cancels exactly where one key has all the weight.
@@ -115,7 +115,7 @@ template <class T, class A>
 SK_INLINE void bias_gradients(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t, Tile<A> key) {
   const AttentionShape& s = p.shape;
   const Tile<A> value = plain_rows(at<T>(p.value, g.k0), p.value.stride, g.keys, s.value_dim, t.value);
-  if (few_products<T>(p)) few_tile<T>(p, g, t);
+  if (decode_products<T>(p)) decode_tile<T>(p, g, t);
   else for_key_strips(g, [&](const Part& part) { products(part, key, s.head_dim, t.query_t, t.scores); });
   for_key_strips(g, [&](const Part& part) { products(part, value, s.value_dim, t.grad_out_t, t.grad_scores); });
   for_key_strips(g, [&](const Part& part) {

@@ -20,7 +20,7 @@
 
 #include "attention_backward.h"
 #include "attention_bf16_forward.h"
-#include "attention_few.h"
+#include "attention_decode.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -440,12 +440,12 @@ const AttentionKernels attention_bf16_kernels = {
     .forward_scratch = forward_scratch,
     .backward_scratch = backward_scratch,
     .forward = forward,
-    .few_rows = kFewRows,
-    .few_keys = kFewKeys,
-    .few_scratch = bytes_of<FewScratch<float>>,
-    .few_partial = bytes_of<FewPartial<float>>,
-    .few_forward = few_chunk<BFloat16>,
-    .few_combine = few_combine_rows<BFloat16>,
+    .decode_rows = kDecodeRows,
+    .decode_keys = kDecodeKeys,
+    .decode_scratch = bytes_of<DecodeScratch<float>>,
+    .decode_partial = bytes_of<DecodePartial<float>>,
+    .decode_forward = decode_chunk<BFloat16>,
+    .decode_combine = decode_combine_rows<BFloat16>,
     .backward_begin = backward_begin,
     .backward_scores = backward_scores,
     .backward_keys = backward_keys,

@@ -30,7 +30,7 @@
 // of the multiply-adds' peak, without a difference: products in blocks of 30 or 48 rows that L1 holds, kBlockQ 96,
 // kBlockK 32, the next columns of P asked for ahead.
 #include "attention_backward.h"
-#include "attention_few.h"
+#include "attention_decode.h"
 #include "attention_forward.h"
 
 namespace seqkern {
@@ -47,11 +47,11 @@ int64_t bytes_of(const AttentionShape& s) {
 void forward(const AttentionForward& p, int64_t query_block, void* scratch) {
   SK_DISPATCH(p.shape.dtype, forward_block<T>(p, query_block, scratch));
 }
-void few_forward(const AttentionForward& p, int64_t chunk, void* partial, void* scratch) {
-  SK_DISPATCH(p.shape.dtype, few_chunk<T>(p, chunk, partial, scratch));
+void decode_forward(const AttentionForward& p, int64_t chunk, void* partial, void* scratch) {
+  SK_DISPATCH(p.shape.dtype, decode_chunk<T>(p, chunk, partial, scratch));
 }
-void few_combine(const AttentionForward& p, const void* partials, int64_t chunks) {
-  SK_DISPATCH(p.shape.dtype, few_combine_rows<T>(p, partials, chunks));
+void decode_combine(const AttentionForward& p, const void* partials, int64_t chunks) {
+  SK_DISPATCH(p.shape.dtype, decode_combine_rows<T>(p, partials, chunks));
 }
 void backward_begin(const AttentionBackward& p, int64_t query_block, void* scratch) {
   SK_DISPATCH(p.shape.dtype, begin_block<T>(p, query_block, scratch));
@@ -88,12 +88,12 @@ const AttentionKernels attention_kernels = {
     .forward_scratch = bytes_of<ForwardScratch>,
     .backward_scratch = bytes_of<BackwardScratch>,
     .forward = forward,
-    .few_rows = kFewRows,
-    .few_keys = kFewKeys,
-    .few_scratch = bytes_of<FewScratch>,
-    .few_partial = bytes_of<FewPartial>,
-    .few_forward = few_forward,
-    .few_combine = few_combine,
+    .decode_rows = kDecodeRows,
+    .decode_keys = kDecodeKeys,
+    .decode_scratch = bytes_of<DecodeScratch>,
+    .decode_partial = bytes_of<DecodePartial>,
+    .decode_forward = decode_forward,
+    .decode_combine = decode_combine,
     .backward_begin = backward_begin,
     .backward_scores = backward_scores,
     .backward_keys = backward_keys,

@@ -17,7 +17,7 @@ struct Sequence {
   int64_t key_rows;  // of which key_lengths may have hidden the last ones
 };
 
-struct Problem : AttentionSizes {
+struct AttentionProblem : AttentionSizes {
   AttentionShape shape;
   std::vector<Sequence> sequences;
   std::optional<Tensor> mask, slopes;
@@ -51,7 +51,7 @@ struct Heads {
   void zero(int64_t batch, int64_t head, int64_t begin, int64_t end) const;
 };
 
-Problem check(const AttentionArguments& arguments);
+AttentionProblem check(const AttentionArguments& arguments);
 
 inline int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
 

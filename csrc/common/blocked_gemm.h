@@ -152,7 +152,7 @@ class Prefetcher {
       : base_(static_cast<const char*>(base)), stride_(stride), rows_(rows), lines_((row_bytes + 63) / 64) {
     each_ = (rows_ * lines_ + tiles - 1) / tiles;
   }
-  SK_INLINE void fetch() {
+  SK_INLINE void prefetch() {
     for (int64_t n = each_; n > 0 && row_ < rows_; --n) {
       __builtin_prefetch(base_ + row_ * stride_ + line_ * 64, 0, 2);
       if (++line_ == lines_) line_ = 0, ++row_;
@@ -278,7 +278,7 @@ SK_INLINE void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0
                           int64_t ldc) {
   by_element<A>(p.c_type, [&](auto t) { write_back_as<decltype(t)>(p, m0, rows, n0, columns, c, ldc); });
 }
-SK_INLINE void fetch_tile(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns) {
+SK_INLINE void prefetch_tile(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns) {
   const int64_t size = size_of(p.c_type);
   for (int64_t m = m0; m < m0 + rows; ++m) {
     const char* row = static_cast<const char*>(p.c_rows ? p.c_rows[m] : p.c) + (p.c_rows ? 0 : m * p.c_stride * size);
@@ -316,7 +316,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
     const int64_t next_depth = left < kBlockDepth * kTerms ? left : kBlockDepth * kTerms;
     if (left <= 0) {
       product([&](int64_t m, int64_t n, int64_t tile_rows, int64_t width)
-                  SK_PREFETCHING { fetch_tile(p, m0 + m, tile_rows, n0 + n, width); },
+                  SK_PREFETCHING { prefetch_tile(p, m0 + m, tile_rows, n0 + n, width); },
               [&](int64_t m, int64_t n, int64_t tile_rows, int64_t width) {
                 write_back<A>(p, m0 + m, tile_rows, n0 + n, width, c + m * ldc + n, ldc);
               });
@@ -332,7 +332,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
                           : by_rows ? rows
                                     : next_depth,
                           (by_rows ? next_depth : rows) * size);
-    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { prefetcher.fetch(); },
+    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { prefetcher.prefetch(); },
             [](int64_t, int64_t, int64_t, int64_t) {});
   }
 }

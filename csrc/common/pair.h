@@ -33,7 +33,7 @@ SK_INLINE Pair rounded(Pair x) { return {rounded(x.a), rounded(x.b)}; }
 
 // What a loop takes at a time of elements of type T.
 template <class T>
-using Unit = typename std::conditional<kInPairs<T>, Pair, Vec<acc_t<T>>>::type;
+using Packet = typename std::conditional<kInPairs<T>, Pair, Vec<acc_t<T>>>::type;
 template <class U>
 constexpr int kVectors = std::is_same<U, Pair>::value ? 2 : 1;
 
@@ -55,7 +55,7 @@ SK_INLINE vf32 interleaved(vf32 a, vf32 b, int half) {
 }
 #endif
 
-// Elements, or accumulators beside elements, as a unit.
+// Elements, or accumulators beside elements, as a packet.
 template <class U, class T>
 SK_INLINE U load_as(const T* p) {
   if constexpr (kVectors<U> == 1) {
@@ -123,7 +123,7 @@ SK_INLINE void store_as(T* p, U v) {
   }
 }
 
-// Accumulators that lie as units hold them, which no instruction has to bring into order.
+// Accumulators that lie as packets hold them, which no instruction has to bring into order.
 template <class U, class A>
 SK_INLINE U load_ordered(const A* p) {
   if constexpr (kVectors<U> == 2) return {load(p), load(p + W<A>)};
@@ -138,7 +138,7 @@ SK_INLINE void store_ordered(A* p, U v) {
     store(p, v);
   }
 }
-// Brings `count` accumulators beside elements of type T into that order: those of whole units.
+// Brings `count` accumulators beside elements of type T into that order: those of whole packets.
 template <class T, class A>
 SK_INLINE void order(int64_t count, const A* from, A* to) {
   int64_t c = 0;

@@ -103,7 +103,7 @@ inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) 
           continue;
         }
         const Addend before{k > 0 ? c + n : nullptr, kTileC, 16 * kTileC};
-        if (last) fetch_tile(p, m0 + m, some, n0 + n, width);
+        if (last) prefetch_tile(p, m0 + m, some, n0 + n, width);
         if (some > 16) tile_block<2, 2>(steps, a, panel, c + n, kTileC, 16 * kTileC, before);
         else tile_block<1, 2>(steps, a, panel, c + n, kTileC, 0, before);
         if (last) write_back<float>(p, m0 + m, some, n0 + n, width, c + n, kTileC);

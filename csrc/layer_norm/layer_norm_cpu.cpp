@@ -7,7 +7,7 @@
 //   ds = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * weight,  xhat = (s - mu) * rstd;  without the mean(g)
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 //
-// Exact at any mean. A float mean of numbers near 1e4 is wrong in its last bit, 1e-3, which is a tenth of a standard
+// Exact at any mean. A float mean of numbers into_l1 1e4 is wrong in its last bit, 1e-3, which is a tenth of a standard
 // deviation of 0.01. So the deviations d = s - mean are taken first (that subtraction is exact there), their own mean
 // `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass finds
 // `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
@@ -69,8 +69,8 @@ namespace {
 constexpr int kUnroll = 4;
 // In bytes: a cache line, the longest row of which several stay in the nearest cache, and how far ahead lines are asked
 // for that will be written.
-constexpr int64_t kLine = 64, kShortRow = 8192, kWrittenAhead = 2048;
-// Rows from which on it pays to bring the parameters into the order of units.
+constexpr int64_t kLine = 64, kShortRow = 8192, kWriteDistance = 2048;
+// kRows from which on it pays to bring the parameters into the order of packets.
 constexpr int64_t kLeastOrdered = 4;
 template <class T>
 SK_INLINE bool is_short(int64_t columns) {
@@ -79,16 +79,16 @@ SK_INLINE bool is_short(int64_t columns) {
 SK_INLINE bool is_wide_intel() { return SK_VEC_BYTES == 64 && !is_amd(); }
 // Whether a row is asked for while the one before is written.
 template <class T>
-SK_INLINE bool reads_ahead(int64_t columns) {
+SK_INLINE bool prefetches_rows(int64_t columns) {
   return is_wide_intel() || is_short<T>(columns);
 }
 // Whether the lines that will be written are asked for in the first pass.
 template <class T>
-SK_INLINE bool writes_ahead(int64_t columns) {
-  return !reads_ahead<T>(columns) || (is_wide_intel() && sizeof(T) != 2);
+SK_INLINE bool prefetches_output(int64_t columns) {
+  return !prefetches_rows<T>(columns) || (is_wide_intel() && sizeof(T) != 2);
 }
 
-// Calls body(column, slot, unit) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
+// Calls body(column, slot, packet) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
 // part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds
 // the `sums` move what they have up by a level: no number is added to more than some tens of others, so that a long row
 // is summed nearly as exactly as a short one.
@@ -164,21 +164,21 @@ template <class T>
 SK_INLINE bool begins_line(int slot) {
   return sizeof(T) == 2 || slot * W<acc_t<T>> * static_cast<int64_t>(sizeof(T)) % kLine == 0;
 }
-// Asks for the line of row[column], to be read in the next row, or to be written. `near`: into the nearest cache, where
-// lines of 2-byte elements always come.
+// kPrefetch for the line of row[column], to be read in the next row, or to be written. `into_l1`: into the nearest
+// cache, where lines of 2-byte elements always come.
 template <class T>
-SK_INLINE void will_read(const T* row, int64_t column, bool near) {
-  if (sizeof(T) == 2 || near) __builtin_prefetch(row + column, 0, 3);
+SK_INLINE void prefetch_read(const T* row, int64_t column, bool into_l1) {
+  if (sizeof(T) == 2 || into_l1) __builtin_prefetch(row + column, 0, 3);
   else __builtin_prefetch(row + column, 0, 2);
 }
 template <class T>
-SK_INLINE void will_write(const T* row, int64_t column) {
+SK_INLINE void prefetch_write(const T* row, int64_t column) {
   __builtin_prefetch(row + column, 1, 3);
 }
 // Of the row that is being written, where the next one is asked for.
 template <class T>
-SK_INLINE void will_write_on(const T* row, int64_t column) {
-  if (sizeof(T) == 2) __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWrittenAhead, 1, 3);
+SK_INLINE void prefetch_write_ahead(const T* row, int64_t column) {
+  if (sizeof(T) == 2) __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWriteDistance, 1, 3);
 }
 
 // Mean and spread of a row: the mean as pivot + shift.
@@ -232,17 +232,17 @@ __attribute__((noinline)) Deviations<acc_t<T>> deviations_again(const T* x, int6
                                                                 acc_t<T> pivot);
 
 // One reading is enough when the pivot turns out to lie within half a standard deviation of the mean; else the mean
-// becomes the pivot. `Asks` meanwhile for the lines of the row `written`.
-template <class T, bool Centred, bool Asks>
+// becomes the pivot. `kPrefetch` meanwhile for the lines of the row `written`.
+template <class T, bool Centred, bool kPrefetch>
 SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps, acc_t<T> pivot, const T* written,
                                           bool again) {
   using A = acc_t<T>;
   Sum<A> first, second;
-  for_columns<A, Unit<T>>(
+  for_columns<A, Packet<T>>(
       columns,
-      [&](int64_t c, int u, auto unit) SK_INLINED {
-        if (Asks && begins_line<T>(u)) will_write(written, c);
-        auto d = load_as<decltype(unit)>(x + c);
+      [&](int64_t c, int u, auto packet) SK_INLINED {
+        if (kPrefetch && begins_line<T>(u)) prefetch_write(written, c);
+        auto d = load_as<decltype(packet)>(x + c);
         if constexpr (Centred) {
           d = d - pivot;
           first.add(u, d);
@@ -290,10 +290,10 @@ SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<
           store_partial(s + c, dropout.apply(load_partial(x + c, n), c) + load_partial(r + c, n), n);
         });
   } else {
-    for_columns<A, Unit<T>>(
+    for_columns<A, Packet<T>>(
         p.columns,
-        [&](int64_t c, int, auto unit) SK_INLINED {
-          using U = decltype(unit);
+        [&](int64_t c, int, auto packet) SK_INLINED {
+          using U = decltype(packet);
           store_as<U>(s + c, load_as<U>(x + c) + load_as<U>(r + c));
         },
         [&](int64_t c, int64_t n) { store_partial(s + c, load_partial(x + c, n) + load_partial(r + c, n), n); });
@@ -306,9 +306,9 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
-  const bool ahead = reads_ahead<T>(columns), first_asks = writes_ahead<T>(columns),
-             near = is_wide_intel() && is_short<T>(columns);
-  // The parameters in the order of units, where they are used often enough and fit.
+  const bool ahead = prefetches_rows<T>(columns), prefetch_output = prefetches_output<T>(columns),
+             into_l1 = is_wide_intel() && is_short<T>(columns);
+  // The parameters in the order of packets, where they are used often enough and fit.
   constexpr int64_t kMostOrdered = kInPairs<T> ? 2048 : 1;
   alignas(64) A ordered_weight[kMostOrdered], ordered_bias[kMostOrdered];
   const bool in_order = kInPairs<T> && weight && columns <= kMostOrdered && row_end - row_begin >= kLeastOrdered;
@@ -334,19 +334,19 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
     T* y = p.output ? static_cast<T*>(p.output) + row * columns : nullptr;
 
     const A first = Centred ? pivot_of(x, columns) : A(0);
-    const auto found = first_asks && y ? deviations<T, Centred, true>(x, columns, p.eps, first, y, false)
-                                       : deviations<T, Centred, false>(x, columns, p.eps, first, nullptr, false);
+    const auto found = prefetch_output && y ? deviations<T, Centred, true>(x, columns, p.eps, first, y, false)
+                                            : deviations<T, Centred, false>(x, columns, p.eps, first, nullptr, false);
     const A pivot = found.pivot, rstd = found.rstd, offset = -(found.shift * rstd);
     if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + found.shift;
     if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
     if (!y) continue;
 
-    const auto second_pass = [&](auto affine, auto asks, auto in_order) {
-      constexpr bool Affine = decltype(affine)::value;     // with weight and bias, else with or without either
-      constexpr bool Asks = decltype(asks)::value;         // for the next row
-      constexpr bool Ordered = decltype(in_order)::value;  // the parameters
-      const auto beside = [](auto unit, const A* parameter) SK_INLINED {
-        using U = decltype(unit);
+    const auto second_pass = [&](auto affine, auto prefetch, auto in_order) {
+      constexpr bool Affine = decltype(affine)::value;       // with weight and bias, else with or without either
+      constexpr bool kPrefetch = decltype(prefetch)::value;  // for the next row
+      constexpr bool Ordered = decltype(in_order)::value;    // the parameters
+      const auto beside = [](auto packet, const A* parameter) SK_INLINED {
+        using U = decltype(packet);
         if constexpr (Ordered) return load_ordered<U>(parameter);
         else return load_as<U>(parameter);
       };
@@ -355,17 +355,17 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
         else v = v * rstd;
         return v * w + b;
       };
-      for_columns<A, Unit<T>>(
+      for_columns<A, Packet<T>>(
           columns,
-          [&](int64_t c, int u, auto unit) SK_INLINED {
-            using U = decltype(unit);
-            if (Asks && begins_line<T>(u)) {
-              will_read(next, c, near);
-              if (next_residual) will_read(next_residual, c, near);
-              will_write_on(y, c);
+          [&](int64_t c, int u, auto packet) SK_INLINED {
+            using U = decltype(packet);
+            if (kPrefetch && begins_line<T>(u)) {
+              prefetch_read(next, c, into_l1);
+              if (next_residual) prefetch_read(next_residual, c, into_l1);
+              prefetch_write_ahead(y, c);
             }
-            const U w = Affine || weight ? beside(unit, weight + c) : broadcast_as<U>(A(1));
-            const U b = Affine || bias ? beside(unit, bias + c) : U{};
+            const U w = Affine || weight ? beside(packet, weight + c) : broadcast_as<U>(A(1));
+            const U b = Affine || bias ? beside(packet, bias + c) : U{};
             store_as<U>(y + c, normalise(load_as<U>(x + c), w, b));
           },
           [&](int64_t c, int64_t n) {
@@ -374,11 +374,11 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
           });
     };
     const auto choose = [&](auto affine) {
-      const auto with = [&](auto asks) {
+      const auto with = [&](auto prefetch) {
         if constexpr (kInPairs<T>) {
-          if (in_order) return second_pass(affine, asks, std::true_type{});
+          if (in_order) return second_pass(affine, prefetch, std::true_type{});
         }
-        second_pass(affine, asks, std::false_type{});
+        second_pass(affine, prefetch, std::false_type{});
       };
       if (ahead) with(std::true_type{});
       else with(std::false_type{});
@@ -402,7 +402,7 @@ template <class T, bool Centred, bool Full>
 SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T>* weight, RowGradient<T>& r) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
-  const bool asks = writes_ahead<T>(columns);
+  const bool prefetch = prefetches_output<T>(columns);
   r.x = static_cast<const T*>(p.input) + row * p.input_stride;
   r.dy = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
   r.grad_sum = p.grad_sum ? static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride : nullptr;
@@ -420,11 +420,11 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T
     }
     sum_gd.add(u, g * d);
   };
-  for_columns<A, Unit<T>>(
+  for_columns<A, Packet<T>>(
       columns,
-      [&](int64_t c, int u, auto unit) SK_INLINED {
-        using U = decltype(unit);
-        if (asks && begins_line<T>(u)) will_write(r.grad_residual, c);
+      [&](int64_t c, int u, auto packet) SK_INLINED {
+        using U = decltype(packet);
+        if (prefetch && begins_line<T>(u)) prefetch_write(r.grad_residual, c);
         const U g = load_as<U>(r.dy + c);
         accumulate(load_as<U>(r.x + c) - r.mean, Full || weight ? rounded(g * load_ordered<U>(weight + c)) : g, u);
       },
@@ -440,40 +440,40 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T
   r.minus_mean_gx = (shift * r.mean_g - sum_gd.total() / A(columns)) * r.rstd;
 }
 
-// The gradients of `Rows` rows, and their share of dweight and dbias: added to dw and db, or written where these are
+// The gradients of `kRows` rows, and their share of dweight and dbias: added to dw and db, or written where these are
 // the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db, else with or without each. These
-// three lie in the order of units.
-template <class T, bool Centred, bool Added, bool Full, int Rows>
+// three lie in the order of packets.
+template <class T, bool Centred, bool Added, bool Full, int kRows>
 SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first, const acc_t<T>* weight, acc_t<T>* dw,
                              acc_t<T>* db) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
-  const bool ahead = reads_ahead<T>(columns), near = is_wide_intel() && is_short<T>(columns);
-  const int64_t step = row + 2 * Rows <= p.rows ? Rows : 0;  // to the next rows to read
-  RowGradient<T> rows[Rows];
-  for (int i = 0; i < Rows; ++i) first_pass<T, Centred, Full>(p, row + i, weight, rows[i]);
+  const bool ahead = prefetches_rows<T>(columns), into_l1 = is_wide_intel() && is_short<T>(columns);
+  const int64_t step = row + 2 * kRows <= p.rows ? kRows : 0;  // to the next rows to read
+  RowGradient<T> rows[kRows];
+  for (int i = 0; i < kRows; ++i) first_pass<T, Centred, Full>(p, row + i, weight, rows[i]);
 
-  // Of `Units` units of columns, or of the first n < W columns of one, in all rows.
-  const auto block = [&](int64_t begin, int64_t n, auto unit, auto units) SK_INLINED {
-    using U = decltype(unit);
-    constexpr int Units = decltype(units)::value;
+  // Of `kPackets` packets of columns, or of the first n < W columns of one, in all rows.
+  const auto block = [&](int64_t begin, int64_t n, auto packet, auto packets) SK_INLINED {
+    using U = decltype(packet);
+    constexpr int kPackets = decltype(packets)::value;
     constexpr int64_t width = kVectors<U> * W<A>;
-    U w[Units], sum_w[Units], sum_b[Units];
-    for (int u = 0; u < Units; ++u) {
+    U w[kPackets], sum_w[kPackets], sum_b[kPackets];
+    for (int u = 0; u < kPackets; ++u) {
       const int64_t c = begin + u * width;
       w[u] = Full || weight ? load_ordered_upto<U>(weight + c, n) : broadcast_as<U>(A(1));
       sum_w[u] = !first && (Full || dw) ? load_ordered_upto<U>(dw + c, n) : U{};
       sum_b[u] = !first && (Full || db) ? load_ordered_upto<U>(db + c, n) : U{};
     }
-    for (int i = 0; i < Rows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       RowGradient<T>& r = rows[i];
       if (ahead) {
-        will_read(r.x + step * p.input_stride, begin, near);
-        will_read(r.dy + step * p.grad_output_stride, begin, near);
-        if (Added && r.grad_sum) will_read(r.grad_sum + step * p.grad_sum_stride, begin, near);
-        will_write_on(r.grad_residual, begin);
+        prefetch_read(r.x + step * p.input_stride, begin, into_l1);
+        prefetch_read(r.dy + step * p.grad_output_stride, begin, into_l1);
+        if (Added && r.grad_sum) prefetch_read(r.grad_sum + step * p.grad_sum_stride, begin, into_l1);
+        prefetch_write_ahead(r.grad_residual, begin);
       }
-      for (int u = 0; u < Units; ++u) {
+      for (int u = 0; u < kPackets; ++u) {
         const int64_t c = begin + u * width;
         const U x = load_upto_as<U>(r.x + c, n), dout = rounded(load_upto_as<U>(r.dy + c, n));  // loaded once
         U xhat;
@@ -500,18 +500,18 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
         }
       }
     }
-    for (int u = 0; u < Units; ++u) {
+    for (int u = 0; u < kPackets; ++u) {
       const int64_t c = begin + u * width;
       if (Full || dw) store_ordered_upto(dw + c, sum_w[u], n);
       if (Full || db) store_ordered_upto(db + c, sum_b[u], n);
     }
   };
   int64_t c = 0;
-  const auto lines = [&](auto unit) {
-    constexpr int64_t width = kVectors<decltype(unit)> * W<A>, line = kLine / static_cast<int64_t>(sizeof(T));
-    constexpr int units = width < line ? static_cast<int>(line / width) : 1;
-    for (; c + units * width <= columns; c += units * width)
-      block(c, width, unit, std::integral_constant<int, units>{});
+  const auto lines = [&](auto packet) {
+    constexpr int64_t width = kVectors<decltype(packet)> * W<A>, line = kLine / static_cast<int64_t>(sizeof(T));
+    constexpr int packets = width < line ? static_cast<int>(line / width) : 1;
+    for (; c + packets * width <= columns; c += packets * width)
+      block(c, width, packet, std::integral_constant<int, packets>{});
   };
   if constexpr (kInPairs<T>) {
     lines(Pair{});
@@ -523,7 +523,7 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
   for (; c < columns; c += W<A>) block(c, columns - c, Vec<A>{}, std::integral_constant<int, 1>{});
 }
 
-// Sums in the order of units to others in their own, which begin where these are the `first`.
+// Sums in the order of packets to others in their own, which begin where these are the `first`.
 template <class T>
 SK_INLINE void add_ordered(int64_t columns, bool first, const acc_t<T>* part, acc_t<T>* sum) {
   using A = acc_t<T>;
@@ -538,7 +538,7 @@ SK_INLINE void add_ordered(int64_t columns, bool first, const acc_t<T>* part, ac
 }
 
 // One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias. `scratch`: 2 * columns, where
-// the rows are added up; it stays in cache from chunk to chunk. `weight`: in the order of units, as these sums are.
+// the rows are added up; it stays in cache from chunk to chunk. `weight`: in the order of packets, as these sums are.
 template <class T, bool Centred, bool Added>
 void backward_chunk(const LayerNormBackward& p, int64_t chunk, const acc_t<T>* weight, acc_t<T>* scratch) {
   using A = acc_t<T>;

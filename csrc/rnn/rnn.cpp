@@ -190,7 +190,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
 
   Tensor grad_h = dh_n ? as_type_copy(*dh_n, p.acc) : zeros(p.input, {D, B, P}, p.acc);
   Tensor grad_c = !lstm ? none : dc_n ? as_type_copy(*dc_n, p.acc) : zeros(p.input, {D, B, H}, p.acc);
-  RnnGradients gradients(p, need_input, need_weights);
+  RnnGradientProducts gradients(p, need_input, need_weights);
   const int64_t peephole_columns = p.has_peephole ? 3 * H : 0, norms = p.has_norm ? norm_columns(p.cell, H) : 0;
   const int64_t sum_columns = peephole_columns + norms, total_columns = R + sum_columns;
   Tensor totals = zeros(p.input, {need_weights ? D : 0, total_columns}, ScalarType::Double);

@@ -57,7 +57,7 @@ struct Backward {
 
   const RnnBackward& p;
   const RnnLayer& l;
-  const Rows rows;
+  const ShareRows rows;
   const BackwardState<A> state;
   const int64_t H, P;
   const Peepholes<A> peepholes;
@@ -174,7 +174,7 @@ struct Backward {
         panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride,
                                      packed + panel * padded_words(G * H) * kPanel<A>, products, stride, kPanel<A>,
                                      [&](int64_t i0, int64_t i1) SK_PREFETCHING {
-                                       for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
+                                       for (int64_t i = i0; i < i1 && i < next; ++i) prefetch(table[i], begin, end);
                                      });
       else if (count > 0) slice_products(count, panels, d, d_stride, p.direction.w_hh, panel, products, stride, slice);
       carry(t, count, begin, end, begin, end, products, stride);
@@ -198,13 +198,13 @@ struct Backward {
     }
   }
 
-  SK_INLINE void fetch(const BackwardRow<A>& r, int64_t begin, int64_t end) const {
+  SK_INLINE void prefetch(const BackwardRow<A>& r, int64_t begin, int64_t end) const {
     for (int64_t u = begin; u < end; u += 64 / static_cast<int64_t>(sizeof(A))) {
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.gates + g * H + u);
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.grad_z + g * H + u, 1);
       if (kLstm && r.c_prev) __builtin_prefetch(r.c_prev + u);
-      if (kGru && r.h_prev) fetch_as<A>(l.dtype, r.h_prev, r.h_prev_at + u);
-      if (p.grad_output) fetch_as<A>(l.dtype, p.grad_output, r.grad_output + u);
+      if (kGru && r.h_prev) prefetch_as<A>(l.dtype, r.h_prev, r.h_prev_at + u);
+      if (p.grad_output) prefetch_as<A>(l.dtype, p.grad_output, r.grad_output + u);
     }
   }
 

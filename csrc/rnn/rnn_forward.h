@@ -82,7 +82,7 @@ struct Forward {
 
   const RnnForward& p;
   const RnnLayer& l;
-  const Rows rows;
+  const ShareRows rows;
   const ForwardState<A> state;
   const int64_t H, P;
   const Peepholes<A> peepholes;
@@ -287,7 +287,7 @@ struct Forward {
     };
     const auto ahead = [&](const Group& g) {
       return [&table, &g, this](int64_t i0, int64_t i1) SK_PREFETCHING {
-        for (int64_t i = i0; i < i1; ++i) fetch(table[i], g.begin);
+        for (int64_t i = i0; i < i1; ++i) prefetch(table[i], g.begin);
       };
     };
     const auto end = [&](const Group& g) { change(count, t_next, next, next_parity, g.begin, g.end, g.begin, g.end); };
@@ -311,7 +311,7 @@ struct Forward {
             } else {
               row_cells(now, t, i, table[i]);
             }
-            fetch(table[i], after.begin);
+            prefetch(table[i], after.begin);
           }
         };
         panel_products_beside<TV>(count, after.panels, words(P), state.h[parity], state.h_stride,
@@ -376,12 +376,12 @@ struct Forward {
   }
 
   // What the cell will read and write arrives while the products are computed.
-  SK_INLINE void fetch(const ForwardRow<A>& r, int64_t u) const {
+  SK_INLINE void prefetch(const ForwardRow<A>& r, int64_t u) const {
     for (int g = 0; g < G && !by_panels(); ++g) __builtin_prefetch(r.zx + g * H + u);
     if (r.gates)
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.gates + g * H + u, 1);
     if (kLstm && r.cells) __builtin_prefetch(r.cells + u, 1);
-    if (kDepthStep == 1) fetch_as<A>(l.dtype, p.output, r.output + u);
+    if (kDepthStep == 1) prefetch_as<A>(l.dtype, p.output, r.output + u);
   }
 
   const A* norm_part(int64_t offset) const { return static_cast<const A*>(p.direction.norm) + offset; }

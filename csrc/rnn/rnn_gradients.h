@@ -7,13 +7,13 @@
 namespace seqkern {
 
 // The gradients, and how a chunk's rows lead to them.
-struct RnnGradients {
+struct RnnGradientProducts {
   const RnnProblem& p;
   const bool need_input, need_weights, at_once;  // at_once: the only chunk writes the gradients as they are returned
   Tensor input, w_ih, w_hh, w_hr;  // weights in acc, or in dtype at once; input in dtype where rows are written once
   std::vector<PackedMatrix> packed_w_ih;
 
-  RnnGradients(const RnnProblem& p_, bool need_input_, bool need_weights_)
+  RnnGradientProducts(const RnnProblem& p_, bool need_input_, bool need_weights_)
       : p(p_),
         need_input(need_input_),
         need_weights(need_weights_),

@@ -39,7 +39,7 @@ SK_INLINE void store_as(Dtype dtype, void* base, int64_t element, V v, int64_t n
   }
 }
 template <class A>
-SK_INLINE void fetch_as(Dtype dtype, const void* base, int64_t element) {
+SK_INLINE void prefetch_as(Dtype dtype, const void* base, int64_t element) {
   __builtin_prefetch(static_cast<const char*>(base) + element * size_of(dtype));
 }
 
@@ -49,13 +49,13 @@ inline bool plain(const RnnLayer& l, const RnnDirection& d) {
 }
 
 // The rows of a share on their way through the steps of one direction.
-struct Rows {
+struct ShareRows {
   const RnnLayer& layer;
   const RnnShare& share;
   bool reverse;
   int64_t first_token;  // of the steps at hand
 
-  Rows(const RnnLayer& layer_, const RnnDirection& d, const RnnShare& share_, int64_t step_begin, int64_t step_end)
+  ShareRows(const RnnLayer& layer_, const RnnDirection& d, const RnnShare& share_, int64_t step_begin, int64_t step_end)
       : layer(layer_),
         share(share_),
         reverse(d.reverse),
