@@ -1,4 +1,4 @@
-// Attention, host side: allocation, division of the work, registration under the CPU key.
+// Attention, host side: allocates results, divides the work, registers the ops under the CPU key.
 #include "attention.h"
 
 #include <algorithm>
@@ -19,16 +19,16 @@ namespace {
 // Key blocks that a work item of the shared mask's gradient goes over.
 constexpr int64_t kMaskBlocks = 8;
 
-// The variant that runs: of the active tier, or a special one for what it was made for.
+// The kernels of the active tier: for bfloat16 the tier's own, where it has them.
 const AttentionKernels& kernels_for(const AttentionShape& shape) {
   const AttentionKernels* bf16 = shape.dtype == Dtype::bf16 ? attention_bf16_kernels() : nullptr;
   return bf16 ? *bf16 : attention_kernels();
 }
 
-// As the kernels keep it: lse_t.
+// The dtype of lse: lse_t of the kernels.
 ScalarType lse_type(const AttentionProblem& p) { return p.dtype == Dtype::f32 ? ScalarType::Double : p.acc; }
 
-// Whether the queries of a sequence, with all heads of a group, go to the `few_` kernels.
+// Whether a sequence's queries, over all heads of a group, go to the decode kernels.
 bool is_decode(const AttentionProblem& p, const AttentionKernels& kernels, const AttentionSequence& s, const char* op) {
   return s.queries > 0 && checked_product({p.group, s.queries}, op) <= kernels.decode_rows;
 }
@@ -37,14 +37,14 @@ char* offset(const Tensor& t, int64_t elements) {
   return static_cast<char*>(t.mutable_data_ptr()) + elements * t.element_size();
 }
 
-// One piece of work on a head: of query head `head`, or of all query heads of key head `head`.
+// A work item: a block of query head `head`, or of all query heads of key head `head`.
 struct Item {
   int32_t sequence, head;
   int64_t block;
 };
 
-// The sequences with the longest items first. What an item costs must not depend on the other sequences, but when it
-// runs may.
+// The sequences, those with the longest items first. An item's cost may not depend on other sequences, but its start
+// may.
 template <class Cost>
 std::vector<int32_t> longest_first(const AttentionProblem& p, const Cost& cost) {
   std::vector<int32_t> order(p.sequences.size());
@@ -55,7 +55,7 @@ std::vector<int32_t> longest_first(const AttentionProblem& p, const Cost& cost) 
   return order;
 }
 
-// Keys and values as `pack` lays them out, once for all query heads that share them.
+// Keys and values in the layout of `pack`, made once for all query heads that share them.
 class Packed {
  public:
   template <class Wanted>
@@ -98,10 +98,10 @@ class Packed {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Where the partial results of the sequences with few queries lie, and how many chunks of a key head are to come.
+// Of a sequence that goes to the decode kernels: its chunks, and where its partial results are.
 struct DecodeChunks {
-  int64_t first_chunk = 0, chunks = 0;  // 0: not such a sequence
-  int64_t partial = 0, counter = 0;     // index of the first key head's
+  int64_t first_chunk = 0, chunks = 0;  // chunks of a key head; 0 for other sequences
+  int64_t partial = 0, counter = 0;     // indices, of the first key head's
 };
 
 std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optional<Tensor>& sinks) {
@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
 
   const Heads q(a.query), k(a.key), v(a.value), o(out);
   const AttentionKernels& kernels = kernels_for(shape);
-  if (p.packed) {  // rows before the first sequence and after the last
+  if (p.packed) {  // rows outside of all sequences
     const Sequence *first = p.sequences.empty() ? nullptr : &p.sequences.front(), *last = first;
     if (last) last = &p.sequences.back();
     const int64_t begin = first ? first->query_row : p.query_rows;
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
     }
   }
 
-  // A head's keys and values stay in cache while its blocks of queries, the longest first, are done.
+  // A head's query blocks follow each other, the longest first, so that its keys and values stay in cache.
   std::vector<Item> items;
   std::vector<DecodeChunks> decode(p.sequences.size());
   int64_t partials = 0, counters = 0;
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
       const int64_t first = d.partial + kv_head * d.chunks;
       kernels.decode_forward(args, item.block, partial.piece(first + item.block - d.first_chunk),
                              scratch.piece(worker));
-      // Whoever finishes last puts the chunks together, in their order.
+      // The worker that finishes last combines the chunks, in their order.
       if (done[d.counter + kv_head].fetch_add(1, std::memory_order_acq_rel) == d.chunks - 1)
         kernels.decode_combine(args, partial.piece(first), d.chunks);
     }
@@ -207,9 +207,9 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// Lets the blocks of queries reach a key block's gradients one after the other, in an order that the shape alone
-// decides: the sums have the same bits on any number of threads. The queue hands out the blocks in that order too, so
-// whoever waits, waits for one that is running.
+// Makes the query blocks add to a key block's gradients one after the other, in an order that depends on the shape
+// alone: the sums have the same bits on any number of threads. The queue hands out the blocks in the same order, so a
+// worker waits only for running workers.
 class Turns {
  public:
   explicit Turns(int64_t count) : done_(new std::atomic<int64_t>[static_cast<size_t>(count)]()) {}
@@ -223,7 +223,7 @@ class Turns {
   std::unique_ptr<std::atomic<int64_t>[]> done_;
 };
 
-// Blocks of queries that see a key block, and how far a block of queries is from being the first to reach it.
+// The number of query blocks that see a key block, and the last of them, which is the first to add to it.
 struct Visitors {
   int64_t count, last;
   Visitors(const AttentionSequence& s, const AttentionKernels& kernels, int64_t key_block) {
@@ -238,7 +238,7 @@ struct AttentionGradients {
   Tensor query, key, value, mask, distance;
 };
 
-// All tensors of a backward pass, as the kernels read and write them.
+// All tensors of a backward pass.
 struct Backward {
   const AttentionProblem& p;
   const AttentionKernels& kernels;
@@ -248,7 +248,7 @@ struct Backward {
   const Heads grad_query, grad_key, grad_value, key_sum, value_sum;
   const Tensor grad_mask, distance;
   const char* op;
-  const bool own_mask;  // every head of every sequence has a mask of its own
+  const bool own_mask;  // each head of each sequence has its own mask
   const Packed packed;
 
   AttentionBackward arguments(int32_t index, int64_t head) const {
@@ -281,7 +281,7 @@ struct Backward {
   }
 };
 
-// What no block of queries writes.
+// Zeroes the rows that no query block writes.
 void zero_unseen(const Backward& b) {
   const AttentionProblem& p = b.p;
   if (b.own_mask) std::memset(offset(b.grad_mask, 0), 0, b.grad_mask.numel() * b.grad_mask.element_size());
@@ -322,8 +322,8 @@ void zero_unseen(const Backward& b) {
 void run_backward(const Backward& b, const char* op) {
   const AttentionProblem& p = b.p;
   const AttentionKernels& kernels = b.kernels;
-  // All blocks of queries that share a key head form a chain; the chains go side by side, those with the most left
-  // first, and within a chain the longest blocks first.
+  // All query blocks that share a key head form a chain. Chains run in parallel, those with the most blocks left first,
+  // and within a chain the longest blocks come first.
   const auto length = [&](const AttentionSequence& s) { return p.group * blocks(s.queries, kernels.block_q); };
   const std::vector<int32_t> order = longest_first(p, length);
   std::vector<int64_t> first_turn(p.sequences.size());
@@ -333,7 +333,7 @@ void run_backward(const Backward& b, const char* op) {
     turn_count += checked_product({p.kv_heads, blocks(p.sequences[i].band.keys, kernels.block_k)}, op);
     longest = std::max(longest, length(p.sequences[i].band));
   }
-  std::vector<Item> items;  // head: of keys; block: position in the chain
+  std::vector<Item> items;  // head: key head; block: position in the chain
   for (int64_t left = longest; left > 0; --left) {
     for (const int32_t index : order) {
       const int64_t count = length(p.sequences[static_cast<size_t>(index)].band);
@@ -372,8 +372,8 @@ void run_backward(const Backward& b, const char* op) {
   });
 }
 
-// The gradient of a mask that heads or sequences share. An item owns a part of it, and computes the scores of all that
-// share it once more, in their order: no copies of the mask, no waiting, the same bits on any number of threads.
+// The gradient of a mask that heads or sequences share. An item owns a part of the mask, and recomputes the scores of
+// all that share it, in their order: no copies of the mask, no waiting, the same bits on any number of threads.
 void run_mask(const Backward& b, const char* op) {
   const AttentionProblem& p = b.p;
   const AttentionKernels& kernels = b.kernels;

@@ -1,19 +1,12 @@
-// Few queries against many keys: decoding. All query rows that share a key head lie side by side in one vector or a few
-// of lanes, so that every key and value is read once for the group; the keys are cut into chunks, each worked on alone.
+// Decoding: few queries against many keys. All query rows that share a key head are adjacent, in the lanes of one
+// vector or a few, so that each key and value is read once for the whole group. The keys are cut into chunks, each
+// computed alone.
 //
 // With o_c, m_c, l_c the sums, maximum and denominator of chunk c: m = max m_c, O = sum_c exp(m_c - m) o_c / sum_c
 // exp(m_c - m) l_c, in the order of the chunks (Dao et al. 2023, "Flash-Decoding").
 //
-// What is read in place is asked for a line at a time, into the nearest cache. On a Zen 5 (8 key heads of 128 columns,
-// 1 and 2 threads) decoding in bfloat16 from memory reaches 0.85 to 1 of the bandwidth of reading with one or two query
-// rows a key head, 0.75 to 1 with four; that is 1.05 to 1.5 times the speed of asking for 32 keys at once into the
-// second cache, and 1.2 to 3 times that of not asking. Tried and lost there: half and twice as far ahead (0.8 to 1 and
-// 0.96 to 1.12 of the speed); the values' first rows asked for by the last keys, and the next chunk's keys by the last
-// values (within 4% either way).
-//
-// Tried and lost on a Zen 4 in bfloat16, 2 threads: values, too, by products of pairs, with probabilities rounded to
-// bfloat16 (against avx512 in one process 1.3 to 1.6 times the speed from the caches instead of 1.2 to 1.3, from memory
-// 1.07 to 1.23 as before; the error grows from 1.7e-3 to 2.3e-3, torch's).
+// Keys and values that are read in place are prefetched into L1, a line at a time. Measurements, and what was tried and
+// lost: NOTES.md.
 #pragma once
 
 #include "attention_scores.h"
@@ -24,24 +17,22 @@ namespace SK_TIER {
 namespace {
 
 constexpr int64_t kDecodeRows = 16, kDecodeKeys = 512;
-// With vectors long enough, scores are sums along the keys' rows and lie by rows; short ones gain nothing by it: there,
-// scores are a product with one vector of lanes and lie by keys, as everywhere.
+// With long vectors, scores are dot products along the keys' rows, and are stored by rows. Short vectors gain nothing
+// by that: there scores are a product with one vector of lanes, and are stored by keys, as elsewhere.
 template <class A>
 constexpr bool kDots = W<A> >= 8;
-// Sums of outputs in registers, packets of columns that they are at most, and rows. (Zen 3: 12 sums take twice as long
-// as 8.)
+// Output sums in registers; at most so many packets of columns, and rows. (More sums spill: NOTES.md.)
 constexpr int kWeighed = 4 * kGemmVecs, kMostPackets = 4, kMostRows = 2 * kGemmVecs;
-// How far ahead memory is asked for, in bytes: a core that waits for each line as it comes to it gets half the
-// bandwidth. A line at a time, between the products: a core has some tens of requests under way, and stands still while
-// it queues more.
+// Prefetch distance in bytes: a core that waits for each line in turn gets half the bandwidth. One line at a time,
+// between the products: a core has some tens of requests in flight, and stalls while it queues more.
 constexpr int64_t kPrefetchBytes = 8192;
 constexpr int64_t kRowStride = kDecodeKeys + 16;
 
 template <class A>
 struct DecodeScratch {
-  A *query, *query_t;  // one of the two: (rows, dim) padded, in packets, or (dim, kDecodeRows)
-  A* weighed;          // (kDecodeRows, value_dim) padded, in packets: the part of the output that is summed in place
-  A *by_row, *by_key;  // scores: (kDecodeRows, kRowStride) where there are kDots, (kDecodeKeys, kDecodeRows)
+  A *query, *query_t;  // one of them: (rows, dim) padded, in packet order; or (dim, kDecodeRows)
+  A* weighed;          // (kDecodeRows, value_dim) padded, in packet order: outputs of values read in place
+  A *by_row, *by_key;  // scores: (kDecodeRows, kRowStride), with kDots; (kDecodeKeys, kDecodeRows)
   A *key, *value, *max, *sum;
   int64_t *first, *end;  // the keys that a row sees
   Lanes<A>* lanes;
@@ -63,7 +54,7 @@ struct DecodeScratch {
   }
 };
 
-// A chunk's part of the result.
+// The partial result of a chunk.
 template <class A>
 struct DecodePartial {
   A *max, *sum, *out;
@@ -78,7 +69,7 @@ struct DecodePartial {
   }
 };
 
-// Of N vectors of N parts of `Lanes` lanes, transposes the parts.
+// Transposes N vectors as N x N blocks of `Lanes` lanes.
 template <class A, int Lanes, int Step = 1, int N>
 SK_INLINE void transpose_blocks(Vec<A> (&v)[N]) {
   if constexpr (Step < N) {
@@ -103,8 +94,8 @@ SK_INLINE Vec<A> sum_rows(Vec<A> (&v)[W<A>]) {
   return v[0];
 }
 
-// Rows of accumulators beside rows of T "in packets": as Packet<T> brings the whole packets of a row of T into
-// registers, and behind them the rest in its order.
+// Packet order: rows of accumulators whose whole packets are stored as Packet<T> loads them from a row of T; the rest
+// follows in sequence.
 template <class T>
 constexpr int64_t kPacketWidth = kVectors<Packet<T>> * W<acc_t<T>>;
 SK_INLINE void store_packet(float* p, Pair v) {
@@ -120,15 +111,15 @@ SK_INLINE U load_packet(const A* p) {
   if constexpr (kVectors<U> == 2) return {load(p), load(p + W<A>)};
   else return load(p);
 }
-// The sum, and the products of a packet's elements.
+// The sum plus the products of a packet's elements.
 SK_INLINE vf32 times(Pair x, Pair y, vf32 sum) { return sum + x.a * y.a + x.b * y.b; }
 template <class V>
 SK_INLINE V times(V x, V y, V sum) {
   return sum + x * y;
 }
 
-// Keys and queries of bfloat16 are multiplied as they lie where the machine adds up products of pairs: half the
-// multiplications, nothing is widened. (Beside matrix tiles it was not timed.)
+// bf16 dot products where the processor has them: half the multiplications, and nothing is widened. (Not on AMX
+// machines, where this was not timed.)
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #define SK_BF16_DOTS 1
 template <class T>
@@ -139,7 +130,7 @@ struct Bf16Pairs {
 SK_INLINE vf32 times(Bf16Pairs x, Bf16Pairs y, vf32 sum) {
   return bit_cast<vf32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(x), bit_cast<__m512bh>(y)));
 }
-// The first n of 32, and zeros.
+// The first n of 32 numbers; the rest is zero.
 SK_INLINE Bf16Pairs load_as_pairs(const BFloat16* p, int64_t n) {
   const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
   return {_mm512_maskz_loadu_epi16(mask, p)};
@@ -150,13 +141,14 @@ template <class T>
 constexpr bool kBf16Dots = false;
 #endif
 
-// The distance, in elements, of the row that is asked for while one of these columns is read.
+// The distance, in elements, of the row to prefetch while a row of `columns` is read.
 template <class T>
 SK_INLINE int64_t prefetch_distance(int64_t columns, int64_t stride) {
   return (kPrefetchBytes / (max(columns, 1) * static_cast<int64_t>(sizeof(T))) + 1) * stride;
 }
 
-// Calls body(column, packet, count) for the whole packets of a row, then vectors, the last of `count` columns.
+// Calls body(column, packet, count) for the whole packets of a row, then for single vectors, the last of `count`
+// columns.
 template <class T, class Body>
 SK_INLINE void for_packets(int64_t columns, const Body& body) {
   int64_t c = 0;
@@ -164,8 +156,8 @@ SK_INLINE void for_packets(int64_t columns, const Body& body) {
   for (; c < columns; c += W<acc_t<T>>) body(c, Vec<acc_t<T>>{}, columns - c);
 }
 
-// As for_packets, for the products of keys with queries: body(key, query), functions of a row. A key is loaded, and
-// what lies at the distance `ahead` from it is asked for, unless that is 0.
+// As for_packets, for the products of keys with queries: calls body(key, query), two functions that load from a row.
+// Loading a key also prefetches what is `ahead` elements further on, unless `ahead` is 0.
 template <class T, class Body, class A = acc_t<T>>
 SK_INLINE void for_key_packets(const T* keys, int64_t stride, int64_t dim, const A* query, int64_t ahead,
                                const Body& body) {
@@ -192,7 +184,7 @@ SK_INLINE void for_key_packets(const T* keys, int64_t stride, int64_t dim, const
   }
 }
 
-// A query as for_key_packets reads it, padded with zeros to whole vectors.
+// A query in the layout that for_key_packets reads, padded with zeros to whole vectors.
 template <class T, class A = acc_t<T>>
 SK_INLINE void store_query(const T* query, int64_t dim, A scale, A* to) {
   if constexpr (kBf16Dots<T>) {
@@ -207,17 +199,17 @@ SK_INLINE void store_query(const T* query, int64_t dim, A scale, A* to) {
   }
 }
 
-// scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time.
-// `Prefetch`: for the first rows that see these keys.
+// scores[row, k] = sum_d key[k, d] query[row, d] for W keys and ROWS rows, W sums at a time. `Prefetch`: for the first
+// rows that see these keys.
 template <class T, int ROWS, bool Prefetch, class A = acc_t<T>>
 SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* query, int64_t ahead, A* scores) {
   constexpr int kKeys = W<A> / ROWS;
-  Vec<A> result[ROWS];  // of the keys that are worked on together, the rows one after the other
+  Vec<A> result[ROWS];  // for the keys of one pass, the rows one after the other
 #pragma GCC unroll 16
   for (int k = 0; k < ROWS; ++k, key += kKeys * stride) {
     Vec<A> sums[W<A>] = {};
     for_key_packets<T>(key, stride, dim, query, Prefetch ? ahead : 0, [&](const auto& one_key, const auto& one_query) {
-      if constexpr (kKeys == 2) {  // a few registers hold the keys, and what is loaded of a query serves both
+      if constexpr (kKeys == 2) {  // registers hold both keys, and each load of a query serves both
         const auto x = one_key(0), y = one_key(1);
         for (int r = 0; r < ROWS; ++r) {
           const auto q = one_query(r);
@@ -241,7 +233,7 @@ SK_INLINE void dot_block(const T* key, int64_t stride, int64_t dim, const A* que
   for (int r = 0; r < ROWS; ++r) store(scores + r * kRowStride, result[r]);
 }
 
-// The same for any number of keys and rows, `query` as store_query left it.
+// The same for any number of keys and rows, with `query` in the layout of store_query.
 template <class T, class A = acc_t<T>>
 void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const A* query, int64_t rows, A* scores) {
   const int64_t padded = round_up<A>(dim), ahead = prefetch_distance<T>(dim, stride);
@@ -272,7 +264,7 @@ void dot_products(const T* key, int64_t stride, int64_t keys, int64_t dim, const
   }
 }
 
-// Scores by rows to scores by keys, and back: for the keys of [begin, end), and more up to whole vectors.
+// Converts scores stored by rows to scores stored by keys, and back: for keys [begin, end), rounded to whole vectors.
 template <class A>
 void rows_to_keys(const DecodeScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
   for (int64_t k = begin / W<A> * W<A>; k < end; k += W<A>) {
@@ -296,7 +288,7 @@ void keys_to_rows(const DecodeScratch<A>& t, int64_t rows, int64_t begin, int64_
   }
 }
 
-// Scores by rows to probabilities, unnormalised.
+// Scores, stored by rows, to unnormalised probabilities.
 template <class A>
 void softmax_rows(const DecodeScratch<A>& t, int64_t rows, int64_t begin, int64_t end) {
   const int64_t from = begin / W<A> * W<A>, to = round_up<A>(end);
@@ -317,7 +309,7 @@ void softmax_rows(const DecodeScratch<A>& t, int64_t rows, int64_t begin, int64_
   }
 }
 
-// The same for scores by keys.
+// The same for scores stored by keys.
 template <class A>
 void softmax_lanes(const DecodeScratch<A>& t, int64_t rows, int64_t lanes, int64_t begin, int64_t end) {
   for (int64_t q = 0; q < rows; ++q) {
@@ -326,7 +318,7 @@ void softmax_lanes(const DecodeScratch<A>& t, int64_t rows, int64_t lanes, int64
   }
   for (int64_t q = 0; q < lanes; q += W<A>) {
     update_max<A, 1>(t.by_key + begin * kDecodeRows + q, kDecodeRows, end - begin, t.max + q);
-    for (int64_t k = begin; k < end; k += kBlockK)  // each block a sum of its own
+    for (int64_t k = begin; k < end; k += kBlockK)  // a sum for each block
       exponentials<A, 1>(t.by_key + k * kDecodeRows + q, kDecodeRows, min(kBlockK, end - k), t.max + q, t.sum + q);
   }
 }
@@ -347,7 +339,7 @@ SK_INLINE void weigh(const A* scores, int64_t keys, const T* value, int64_t stri
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {  // else the sums would go by way of memory
+  for (int r = 0; r < ROWS; ++r) {  // without unrolling, the sums would go through memory
 #pragma GCC unroll 16
     for (int j = 0; j < NP; ++j) {
       A* to = out + r * width + j * packet;
@@ -366,7 +358,7 @@ __attribute__((noinline)) void weigh_packets(int packets, const A* scores, int64
     weigh_packets<T, ROWS, NP - 1, Prefetch>(packets, scores, keys, value, stride, ahead, out, width, accumulate);
   }
 }
-// Of one slice of keys.
+// The same for all columns, over one slice of keys.
 template <class T, int ROWS, bool Prefetch, class A = acc_t<T>>
 SK_INLINE void weigh_slice(const A* scores, int64_t keys, const T* value, int64_t stride, int64_t ahead,
                            int64_t columns, A* out, int64_t width, bool accumulate) {
@@ -383,8 +375,8 @@ SK_INLINE void weigh_slice(const A* scores, int64_t keys, const T* value, int64_
     weigh<T, Vec<A>, ROWS, 1, Prefetch>(scores, keys, value + c, stride, ahead, columns - c, out + c, width,
                                         accumulate);
 }
-// Values are read in place, in their own type, by some rows at a time, in the slices of gemm.h, for the same accuracy:
-// one stays in L1 for all rows.
+// Values are read in place, in their own type, by a few rows at a time. Slices are those of gemm.h, for the same
+// accuracy, and stay in L1 for all rows.
 template <class T, class A = acc_t<T>>
 void weighted_values(const A* scores, int64_t rows, int64_t keys, const T* value, int64_t stride, int64_t columns,
                      A* out, int64_t width, bool accumulate) {
@@ -409,7 +401,7 @@ void weighted_values(const A* scores, int64_t rows, int64_t keys, const T* value
   }
 }
 
-// From queries to probabilities, for the keys [begin, end) of the chunk that starts at k0.
+// From queries to probabilities, for keys [begin, end) of the chunk that starts at k0.
 template <class T, class A = acc_t<T>>
 void decode_scores(const AttentionForward& p, const DecodeScratch<A>& t, int64_t rows, int64_t k0, int64_t begin,
                    int64_t end) {
@@ -428,7 +420,7 @@ void decode_scores(const AttentionForward& p, const DecodeScratch<A>& t, int64_t
       gemm<A>(keys, W<A>, s.head_dim, key.data, key.stride, 1, t.query_t + q, kDecodeRows,
               t.by_key + from * kDecodeRows + q, kDecodeRows, false);
   }
-  if (kBf16Dots<T> && dots) {  // the queries are not scaled
+  if (kBf16Dots<T> && dots) {  // here the queries were not scaled
     for (int64_t q = 0; q < rows; ++q)
       for (int64_t k = begin / W<A> * W<A>; k < end; k += W<A>) {
         A* at = t.by_row + q * kRowStride + k;
@@ -468,7 +460,7 @@ void decode_chunk(const AttentionForward& p, int64_t chunk, void* partial, void*
       for (int64_t i = 0; i < queries; ++i)
         store_query(query + i * p.query.stride, s.head_dim, static_cast<A>(s.scale),
                     t.query + (lane + i) * round_up<A>(s.head_dim));
-    } else {  // the last head clears the lanes that are left
+    } else {  // the last head zeroes the remaining lanes
       transpose(query, p.query.stride, queries, head + 1 < p.heads ? queries : lanes - lane, s.head_dim,
                 static_cast<A>(s.scale), t.query_t + lane, kDecodeRows);
     }
@@ -483,7 +475,7 @@ void decode_chunk(const AttentionForward& p, int64_t chunk, void* partial, void*
     t.max[q] = -kInfinity<A>;
     t.sum[q] = 0;
   }
-  int64_t all_first = 0, all_end = end;  // what every lane sees
+  int64_t all_first = 0, all_end = end;  // the keys that every lane sees
   for (int64_t q = 0; q < rows; ++q) {
     all_first = max(all_first, t.first[q]);
     all_end = min(all_end, t.end[q]);
@@ -509,7 +501,7 @@ void decode_chunk(const AttentionForward& p, int64_t chunk, void* partial, void*
       if (all) {
         gemm<A>(rows, to.width, keys, weights + from * key_step, row_step, key_step, v.data, v.stride, to.out, to.width,
                 any);
-      } else {  // a value that a row does not see must not reach it, not even times 0
+      } else {  // hidden values must not reach a row, not even times 0
         for (int64_t q = 0; q < rows; ++q) {
           const int64_t first = clamp(t.first[q], from, from + keys), last = clamp(t.end[q], first, from + keys);
           gemm<A>(1, to.width, last - first, weights + q * row_step + first * key_step, row_step, key_step,

@@ -9,10 +9,10 @@
 namespace seqkern {
 namespace {
 
-// Positions stay far below this: what is larger only says "unlimited", and sums of several cannot overflow.
+// Positions stay far below this: a larger one only means "unlimited", and sums of several cannot overflow.
 constexpr int64_t kFar = int64_t{1} << 60;
 
-// The numbers of a vector of int32 or int64.
+// The elements of a vector of int32 or int64.
 std::vector<int64_t> integers(const Tensor& t) {
   const Tensor dense = as_contiguous(t);
   std::vector<int64_t> numbers(static_cast<size_t>(t.size(0)));

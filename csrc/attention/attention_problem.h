@@ -1,4 +1,4 @@
-// What a call of the attention ops asks for, checked: sequences, heads, and where their rows lie. Host side.
+// A checked call of the attention ops: sequences, heads, and the addresses of their rows. Host side.
 #pragma once
 
 #include <optional>
@@ -10,11 +10,11 @@
 
 namespace seqkern {
 
-// A sequence and its rows in the tensors: those of dimension 0 at `batch` (dense), or a range of all rows (packed).
+// A sequence and its rows: those of index `batch` in dimension 0 (dense), or a range of all rows (packed).
 struct Sequence {
   AttentionSequence band;
   int64_t index, batch, query_row, key_row;
-  int64_t key_rows;  // of which key_lengths may have hidden the last ones
+  int64_t key_rows;  // key_lengths may hide the last ones
 };
 
 struct AttentionProblem : AttentionSizes {
@@ -22,7 +22,7 @@ struct AttentionProblem : AttentionSizes {
   std::vector<Sequence> sequences;
   std::optional<Tensor> mask, slopes;
 
-  // One number a query: the index of a head's first row.
+  // The index of a head's first row, for tensors with one number a query.
   int64_t row(const Sequence& s, int64_t head) const { return (s.batch * heads + head) * query_rows + s.query_row; }
   AttentionBias bias(const Sequence& s, int64_t head) const;
 };
