@@ -1,5 +1,5 @@
-// The entry points of the recurrent kernels, for the types that a translation unit is made for: all of them
-// (rnn_cpu.cpp), or bfloat16 with operands in pairs (rnn_bf16.cpp).
+// The recurrent kernels' entry points, for the dtypes of a translation unit: all of them (rnn_cpu.cpp), or bfloat16
+// with operands of pairs (rnn_bf16.cpp).
 #pragma once
 
 #include "rnn_backward.h"
@@ -9,7 +9,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// ---- the cell alone, on gates that are already summed ---------------------------------------------------------------
+// ---- cells alone, on gates that are already summed ------------------------------------------------------------------
 template <class T, Cell kCell>
 void cell_forward_rows(const RnnCellForward& p, int64_t begin, int64_t end) {
   using A = acc_t<T>;
@@ -73,9 +73,8 @@ void cell_backward_rows(const RnnCellBackward& p, int64_t begin, int64_t end) {
   }
 }
 
-// ---- rows from and to anywhere --------------------------------------------------------------------------------------
 // ---- entry points ---------------------------------------------------------------------------------------------------
-// Runs a statement with the cell as the constant `kCell`: that of tanh for both RNNs, which part at run time.
+// Runs a statement with the cell as the constant `kCell`: both RNNs share tanh's, and branch at run time.
 #define SK_CELL(cell, ...)             \
   if (cell == Cell::lstm) {            \
     constexpr Cell kCell = Cell::lstm; \
@@ -96,7 +95,7 @@ int64_t forward_state_bytes(const RnnLayer& l, int64_t rows) {
 int64_t forward_scratch_bytes(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, forward_scratch<A>(l, rows) * static_cast<int64_t>(sizeof(A)));
 }
-// The input's product on tiles, unless the gates of a row are needed together.
+// Products with the input on tiles, unless a norm or a projection needs whole rows.
 int64_t forward_input_columns(const RnnLayer& l) {
 #if defined(SK_TILES)
   return l.inputs > 0 && !l.norm && !l.project ? forward_panels<float>(l) * panel_width<float>(gate_count(l.cell)) : 0;
