@@ -83,8 +83,7 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
   panel_products_beside<NV>(rows, panels, depth, a, lda, b, c, ldc, c_panel, NoOther{});
 }
 
-// ---- weights in place
-// ------------------------------------------------------------------------------------------------
+// ---- weights in place ----------------------------------------------------------------------------------------------
 
 // C = A B for panels of a B whose columns are stored as rows: C^T = B^T A^T. Rows of B^T are left tiles as they are
 // stored; pairs of A^T are right tiles, made in unpacked_scratch() of memory.

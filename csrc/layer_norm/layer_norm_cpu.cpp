@@ -7,55 +7,32 @@
 //   ds = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * weight,  xhat = (s - mu) * rstd;  without the mean(g)
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 //
-// Exact at any mean. A float mean of numbers into_l1 1e4 is wrong in its last bit, 1e-3, which is a tenth of a standard
-// deviation of 0.01. So the deviations d = s - mean are taken first (that subtraction is exact there), their own mean
-// `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass finds
-// `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
+// Exact at any mean. A float mean of numbers near 1e4 has an error of 1e-3 in its last bit, which is a tenth of a
+// standard deviation of 0.01. So the deviations d = s - mean are taken first (that subtraction is exact there). Their
+// own mean `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass
+// finds `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
 //
-// A row is read from memory once: the later passes over it find it in cache. The sums for the parameters are kept for
-// chunks of rows whose number depends on the shape alone, in a chunk by parts of kRowsPerSum rows, then added over the
-// chunks in order: the same bits on any number of threads. A part is added up in memory of the thread's that stays in
-// cache from chunk to chunk. The backward pass writes by cache lines, so that rows whose distance is a multiple of 4096
-// bytes, which all fall on the same few lines of the cache, do not push each other out between the halves of a line.
+// A row is read from memory once: later passes over it find it in cache. The sums for the parameters are kept by chunks
+// of rows, whose number depends on the shape alone; within a chunk they are summed by parts of kRowsPerSum rows. The
+// chunks are then added in order: the bits are the same on any number of threads. A part is summed in memory of the
+// thread, which stays in cache from chunk to chunk. The backward pass writes whole cache lines: rows whose stride is a
+// multiple of 4096 bytes fall on the same few sets of the cache, and would evict each other between the halves of a
+// line.
 //
-// What is asked of the memory ahead depends on the length of a row. Short ones of 4-byte elements: the next row, into
-// the second cache, while this one is written; of 2-byte elements: into the nearest, and the lines that will be written
-// 2 KiB further on. Long ones: the lines to be written, in the first pass, and two rows at a time backward. Times the
-// speed of asking for both everywhere (2 cores of a Zen 4, AVX-512, from memory, one thread and two): float32 4096 x
-// 768 forward 1.3 to 1.55 and 1.0 to 1.3, 8192 x 1024 1.3 to 1.5 and 1.1 to 1.25, backward 2048 x 4096 1.2 and 1.15,
-// 256 x 16384 1.15 and 1.1; bfloat16 backward, one row at a time up to 2048 columns, 1.15 to 1.3 and 1.1 to 1.3.
+// Prefetch policy, by the length of a row:
+//   - Short rows of 4-byte elements prefetch the next row into L2 while this one is written.
+//   - Short rows of 2-byte elements prefetch the next row into L1, and the lines to be written 2 KiB ahead.
+//   - Long rows prefetch the lines to be written, in the first pass; backward they take two rows at a time.
+//   - Intel's cores with AVX-512 prefetch the next row whatever its length, short float32 rows into L1 too, and float32
+//     lines to be written in the first pass as well.
 //
-// Intel's cores with AVX-512 (Granite Rapids, one core, times the speed of asking only for lines to be written, in the
-// first pass): rows of any length, short ones of float32 into the nearest cache too, and float32 lines to be written in
-// the first pass as well. float32 64 x 768 (in cache) forward 1.2 and backward 1.05, from memory forward 1.03 to 1.15,
-// backward 1.1 to 1.25; bfloat16 from memory 1.3 to 1.4 and 1.3 to 1.4. Long rows of float32 into the nearest cache
-// took up to 1.25 times the time while the memory was busy.
+// bfloat16 on AVX2 and AVX-512 goes by pairs of vectors (pair.h). The parameters and their sums are stored in packet
+// order, the order of numbers within a pair.
 //
-// bfloat16 on AVX2 and AVX-512 goes by two vectors at once (pair.h): on one core of a Zen 3, 2048 x 768, 1.38 to 1.5
-// times as fast forward and 1.32 to 1.46 forward and backward as by one; on one of a Granite Rapids, 64 x 768, AVX-512,
-// 1.15 and 1.1. The parameters and their sums lie in the order in which pairs hold them: another 1.07 and 1.12 there,
-// on AVX2 1.12 and 1.07.
+// Loops over columns are forced inline: in a function of its own gcc would reload the captured variables for every
+// vector, which takes up to 1.5 times as long.
 //
-// Tried and lost on a Zen 4: one row normalised while the next one is summed up, in one loop (in cache 1.25 times as
-// fast; from memory 0.92 to 0.96 of the speed, 0.75 of what asking ahead gives: reading and writing by turns suits the
-// memory better than both at once); asking for two or three rows ahead; several rows at a time where they are short
-// (float32 4096 x 768 backward 0.73 to 0.88 of the speed) and four or eight where they are long; lines asked for once
-// where rows of 2-byte elements are over 4 KiB (0.88).
-//
-// Tried and lost on a Zen 3: the backward pass from the last chunk to the first, whose rows the forward pass read last
-// (within 1 % either way from 4096 x 768 to 256 x 16384); stores past the caches (4096 x 768 3 to 8 % faster, what
-// reads the result 1.3 to 1.45 times slower; and 4 times slower backward from 1024 columns on).
-//
-// Tried and lost (AVX-512, 2 cores of an Intel server, medians): Welford's update (a division and a dependent chain a
-// vector); x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the
-// mean (11 % more than the guessed pivot at 64 x 768); one row at a time in the backward pass (1.2 times the time of
-// two at 64 x 768); stores past the caches (norm alone up to 25 % faster, norm and whatever reads its result 1.5 to 1.9
-// times slower). On a Granite Rapids: the sums of the next row before the current one is written, forward (1.03 to 1.08
-// times as fast, 0.8 where rows are long) and backward (0.75 to 0.95); asking for the sum of input and residual before
-// it is written (within 2 %).
-//
-// Loops over columns stay in line, by force: a body that gcc leaves a function of its own reads what it captured again
-// for every vector, which takes up to 1.5 times as long.
+// Measurements, and what was tried and lost: NOTES.md.
 #include "layer_norm.h"
 #include "pair.h"
 #include "philox.h"
@@ -65,33 +42,33 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Independent sums, to cover the latency of the addition.
+// Independent sums hide the latency of the addition.
 constexpr int kUnroll = 4;
-// In bytes: a cache line, the longest row of which several stay in the nearest cache, and how far ahead lines are asked
-// for that will be written.
+// In bytes: a cache line; the longest row of which several stay in L1; and the prefetch distance of lines to be
+// written.
 constexpr int64_t kLine = 64, kShortRow = 8192, kWriteDistance = 2048;
-// kRows from which on it pays to bring the parameters into the order of packets.
+// Rows for which it pays to copy the parameters to packet order, at least.
 constexpr int64_t kLeastOrdered = 4;
 template <class T>
 SK_INLINE bool is_short(int64_t columns) {
   return columns * static_cast<int64_t>(sizeof(T)) <= kShortRow;
 }
 SK_INLINE bool is_wide_intel() { return SK_VEC_BYTES == 64 && !is_amd(); }
-// Whether a row is asked for while the one before is written.
+// Whether the next row is prefetched while this one is written.
 template <class T>
 SK_INLINE bool prefetches_rows(int64_t columns) {
   return is_wide_intel() || is_short<T>(columns);
 }
-// Whether the lines that will be written are asked for in the first pass.
+// Whether the first pass prefetches the lines to be written.
 template <class T>
 SK_INLINE bool prefetches_output(int64_t columns) {
   return !prefetches_rows<T>(columns) || (is_wide_intel() && sizeof(T) != 2);
 }
 
-// Calls body(column, slot, packet) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
-// part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds
-// the `sums` move what they have up by a level: no number is added to more than some tens of others, so that a long row
-// is summed nearly as exactly as a short one.
+// Calls body(column, slot, packet), with `slot` cycling over the unrolled sums, then tail(column, count) for the rest
+// of the columns. The type of `packet` is U, or a single vector where no whole U is left. Every kFold rounds the `sums`
+// move their contents up a level: each number is then added to at most some tens of others, and a long row is summed
+// nearly as exactly as a short one.
 constexpr int kFold = 16;
 template <class A, class U, class Body, class Tail, class... Sums>
 SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail, Sums&... sums) {
@@ -158,14 +135,14 @@ SK_INLINE bool any_lane(IVec<A> mask) {
 #endif
 }
 
-// Whether a cache line of a row begins with this slot of for_columns. Of 2-byte elements each half is asked for: where
-// rows are long the first question is often in vain.
+// Whether a cache line of a row begins at this slot of for_columns. With 2-byte elements both halves of a line are
+// prefetched: in long rows the first prefetch often has no effect.
 template <class T>
 SK_INLINE bool begins_line(int slot) {
   return sizeof(T) == 2 || slot * W<acc_t<T>> * static_cast<int64_t>(sizeof(T)) % kLine == 0;
 }
-// kPrefetch for the line of row[column], to be read in the next row, or to be written. `into_l1`: into the nearest
-// cache, where lines of 2-byte elements always come.
+// Prefetches the line of row[column], to be read with the next row, or to be written. `into_l1`: else into L2, except
+// lines of 2-byte elements, which always go to L1.
 template <class T>
 SK_INLINE void prefetch_read(const T* row, int64_t column, bool into_l1) {
   if (sizeof(T) == 2 || into_l1) __builtin_prefetch(row + column, 0, 3);
@@ -175,20 +152,20 @@ template <class T>
 SK_INLINE void prefetch_write(const T* row, int64_t column) {
   __builtin_prefetch(row + column, 1, 3);
 }
-// Of the row that is being written, where the next one is asked for.
+// For the row that is being written while the next row is prefetched.
 template <class T>
 SK_INLINE void prefetch_write_ahead(const T* row, int64_t column) {
   if (sizeof(T) == 2) __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWriteDistance, 1, 3);
 }
 
-// Mean and spread of a row: the mean as pivot + shift.
+// Mean and spread of a row; the mean is pivot + shift.
 template <class A>
 struct Deviations {
   A pivot, shift, rstd;
 };
 
-// The same in double, for rows where a few elements outweigh all others (the others would be rounded away, or the
-// squares overflow). Rare, so simple.
+// The same in double, for rows in which a few elements outweigh all others (which would be rounded away, or the squares
+// overflow). Rare, so it is simple.
 template <class T, bool Centred>
 __attribute__((noinline)) Deviations<acc_t<T>> careful_deviations(const T* x, int64_t columns, double eps) {
   using A = acc_t<T>;
@@ -212,7 +189,7 @@ __attribute__((noinline)) Deviations<acc_t<T>> careful_deviations(const T* x, in
 template <class T>
 SK_INLINE acc_t<T> pivot_of(const T* x, int64_t columns) {
   using A = acc_t<T>;
-  Vec<A> sum;  // of x / n, not of x: it stays below the largest x
+  Vec<A> sum;  // of x / n, not of x: does not overflow
   if (columns >= kUnroll * W<A>) {
     Vec<A> part[kUnroll];
     for (int u = 0; u < kUnroll; ++u) part[u] = load(x + u * W<A>) * (A(1) / A(kUnroll * W<A>));
@@ -231,8 +208,8 @@ template <class T, bool Centred>
 __attribute__((noinline)) Deviations<acc_t<T>> deviations_again(const T* x, int64_t columns, double eps,
                                                                 acc_t<T> pivot);
 
-// One reading is enough when the pivot turns out to lie within half a standard deviation of the mean; else the mean
-// becomes the pivot. `kPrefetch` meanwhile for the lines of the row `written`.
+// One pass is enough if the pivot is within half a standard deviation of the mean; otherwise the mean becomes the pivot
+// of a second pass. `kPrefetch`: the lines of the row `written`.
 template <class T, bool Centred, bool kPrefetch>
 SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps, acc_t<T> pivot, const T* written,
                                           bool again) {
@@ -276,7 +253,7 @@ Deviations<acc_t<T>> deviations_again(const T* x, int64_t columns, double eps, a
   return deviations<T, Centred, false>(x, columns, eps, pivot, nullptr, true);
 }
 
-// Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is.
+// Writes a row of s = dropout(input) + residual, rounded to T like the addition of two tensors.
 template <class T>
 SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<T>>& dropout, T* s) {
   using A = acc_t<T>;
@@ -308,7 +285,7 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const A* bias = static_cast<const A*>(p.bias);
   const bool ahead = prefetches_rows<T>(columns), prefetch_output = prefetches_output<T>(columns),
              into_l1 = is_wide_intel() && is_short<T>(columns);
-  // The parameters in the order of packets, where they are used often enough and fit.
+  // The parameters in packet order, if they are used often enough and fit.
   constexpr int64_t kMostOrdered = kInPairs<T> ? 2048 : 1;
   alignas(64) A ordered_weight[kMostOrdered], ordered_bias[kMostOrdered];
   const bool in_order = kInPairs<T> && weight && columns <= kMostOrdered && row_end - row_begin >= kLeastOrdered;
@@ -342,9 +319,9 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
     if (!y) continue;
 
     const auto second_pass = [&](auto affine, auto prefetch, auto in_order) {
-      constexpr bool Affine = decltype(affine)::value;       // with weight and bias, else with or without either
+      constexpr bool Affine = decltype(affine)::value;       // with weight and bias; else with one or none
       constexpr bool kPrefetch = decltype(prefetch)::value;  // for the next row
-      constexpr bool Ordered = decltype(in_order)::value;    // the parameters
+      constexpr bool Ordered = decltype(in_order)::value;    // parameters in packet order
       const auto beside = [](auto packet, const A* parameter) SK_INLINED {
         using U = decltype(packet);
         if constexpr (Ordered) return load_ordered<U>(parameter);
@@ -388,7 +365,7 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   }
 }
 
-// What the second pass over a row needs.
+// The state of a row for the second pass.
 template <class T>
 struct RowGradient {
   using A = acc_t<T>;
@@ -440,20 +417,20 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T
   r.minus_mean_gx = (shift * r.mean_g - sum_gd.total() / A(columns)) * r.rstd;
 }
 
-// The gradients of `kRows` rows, and their share of dweight and dbias: added to dw and db, or written where these are
-// the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db, else with or without each. These
-// three lie in the order of packets.
+// The gradients of `kRows` rows. Their terms of dweight and dbias are added to dw and db, or overwrite these if they
+// are the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db; else any of them may be null. All
+// three are in packet order.
 template <class T, bool Centred, bool Added, bool Full, int kRows>
 SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first, const acc_t<T>* weight, acc_t<T>* dw,
                              acc_t<T>* db) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
   const bool ahead = prefetches_rows<T>(columns), into_l1 = is_wide_intel() && is_short<T>(columns);
-  const int64_t step = row + 2 * kRows <= p.rows ? kRows : 0;  // to the next rows to read
+  const int64_t step = row + 2 * kRows <= p.rows ? kRows : 0;  // from this row to the next to read
   RowGradient<T> rows[kRows];
   for (int i = 0; i < kRows; ++i) first_pass<T, Centred, Full>(p, row + i, weight, rows[i]);
 
-  // Of `kPackets` packets of columns, or of the first n < W columns of one, in all rows.
+  // For all rows: `kPackets` packets of columns, or the first n < W columns of one vector.
   const auto block = [&](int64_t begin, int64_t n, auto packet, auto packets) SK_INLINED {
     using U = decltype(packet);
     constexpr int kPackets = decltype(packets)::value;
@@ -475,13 +452,13 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
       }
       for (int u = 0; u < kPackets; ++u) {
         const int64_t c = begin + u * width;
-        const U x = load_upto_as<U>(r.x + c, n), dout = rounded(load_upto_as<U>(r.dy + c, n));  // loaded once
+        const U x = load_upto_as<U>(r.x + c, n), dout = rounded(load_upto_as<U>(r.dy + c, n));  // one load each
         U xhat;
         if constexpr (Centred) xhat = (x - r.mean) * r.rstd + broadcast_as<U>(r.offset);
         else xhat = x * r.rstd;
         sum_w[u] += dout * xhat;
         sum_b[u] += dout;
-        // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
+        // Rounded as in the first pass, so that a single column gives exactly zero.
         const U g = rounded(dout * w[u]);
         U total = (xhat * r.minus_mean_gx + (g - r.mean_g)) * r.rstd;
         if (Added && r.grad_sum) total += load_upto_as<U>(r.grad_sum + c, n);
@@ -515,7 +492,7 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
   };
   if constexpr (kInPairs<T>) {
     lines(Pair{});
-    // As far as the parameters lie in pairs.
+    // The parameters are in pairs as far as this.
     constexpr int64_t width = 2 * W<A>;
     for (; c + width <= columns; c += width) block(c, width, Pair{}, std::integral_constant<int, 1>{});
   }
@@ -523,7 +500,7 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
   for (; c < columns; c += W<A>) block(c, columns - c, Vec<A>{}, std::integral_constant<int, 1>{});
 }
 
-// Sums in the order of packets to others in their own, which begin where these are the `first`.
+// Adds sums in packet order to sums in sequence, or overwrites these if they are the `first`.
 template <class T>
 SK_INLINE void add_ordered(int64_t columns, bool first, const acc_t<T>* part, acc_t<T>* sum) {
   using A = acc_t<T>;
@@ -537,8 +514,8 @@ SK_INLINE void add_ordered(int64_t columns, bool first, const acc_t<T>* part, ac
   for (; c < columns; ++c) sum[c] = first ? part[c] : sum[c] + part[c];
 }
 
-// One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias. `scratch`: 2 * columns, where
-// the rows are added up; it stays in cache from chunk to chunk. `weight`: in the order of packets, as these sums are.
+// One chunk of rows: the gradients of each row, and the chunk's sums of dweight and dbias. `scratch`: 2 * columns, in
+// which rows are summed; it stays in cache from chunk to chunk. `weight`: in packet order, like these sums.
 template <class T, bool Centred, bool Added>
 void backward_chunk(const LayerNormBackward& p, int64_t chunk, const acc_t<T>* weight, acc_t<T>* scratch) {
   using A = acc_t<T>;
@@ -567,7 +544,7 @@ void backward_chunk(const LayerNormBackward& p, int64_t chunk, const acc_t<T>* w
   }
 }
 
-// In blocks of chunks, for the sake of exactness.
+// In blocks of chunks, for smaller rounding errors.
 template <class A>
 void reduce_columns(int64_t chunks, int64_t columns, const A* partial, A* total, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = 32, kWidth = 64;
