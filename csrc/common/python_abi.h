@@ -1,6 +1,6 @@
-// The few functions of Python's stable ABI (PEP 384, version 3.10) that are called here, declared by hand: the build
-// then needs no Python headers, which many machines lack. Functions only: an address of Python's data would prevent
-// loading the library outside of Python.
+// The few functions of Python's stable ABI (PEP 384, version 3.10) that are called from here, declared by hand: the
+// build then needs no Python headers, which many machines lack. Only functions: an address of Python's data would keep
+// the library from loading outside of Python.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ PyObject* PyObject_CallMethodObjArgs(PyObject*, PyObject* name, ...);
 PyObject* PyUnicode_InternFromString(const char*);
 PyObject* PyTuple_New(Py_ssize_t);
 Py_ssize_t PyTuple_Size(PyObject*);
-PyObject* PyTuple_GetItem(PyObject*, Py_ssize_t);       // returns a borrowed reference
-int PyTuple_SetItem(PyObject*, Py_ssize_t, PyObject*);  // steals a reference
+PyObject* PyTuple_GetItem(PyObject*, Py_ssize_t);       // borrowed
+int PyTuple_SetItem(PyObject*, Py_ssize_t, PyObject*);  // steals
 Py_ssize_t PySequence_Size(PyObject*);
 PyObject* PySequence_GetItem(PyObject*, Py_ssize_t);
 PyObject* PyLong_FromLongLong(long long);
