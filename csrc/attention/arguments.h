@@ -1,4 +1,4 @@
-// What the attention ops check of their arguments on either device, without reading their numbers. Host side.
+// Checks of the attention ops' arguments that are the same on either device, and read no tensor data. Host side.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace seqkern {
 
-// The arguments that forward and backward share, as they come.
+// The arguments that forward and backward share, unchecked.
 struct AttentionArguments {
   const char* op;
   const Tensor &query, &key, &value;
@@ -21,7 +21,7 @@ struct AttentionArguments {
   int64_t left, right;
   double scale, softcap, dropout_p;
 
-  // On the query's device, with `dim` dimensions.
+  // Checks device and number of dimensions.
   void check(const Tensor& t, int64_t dim, const char* argument) const {
     check_beside(t, query, op, argument, "query");
     check_dim(t, dim, op, argument);
@@ -44,14 +44,14 @@ struct AttentionSizes {
   Dtype dtype;
   ScalarType type, acc;
   int64_t batch, heads, kv_heads, group;  // group: query heads per key head
-  int64_t query_rows, key_rows;           // of the tensors: their dimension 2
+  int64_t query_rows, key_rows;           // the tensors' dimension 2
   int64_t head_dim, value_dim;
-  bool packed;  // several sequences in the rows of one batch, laid out (rows, heads, dim)
+  bool packed;  // several sequences in the rows of one batch, stored as (rows, heads, dim)
   int64_t sequence_count;
   MaskType mask_type;
   int64_t mask_strides[4];  // 0 where it broadcasts
 
-  // Uninitialised, (batch, heads, rows, dim): contiguous, or a view of (rows, heads, dim) where sequences are packed.
+  // Uninitialised, (batch, heads, rows, dim): contiguous, or a view of (rows, heads, dim) for packed sequences.
   Tensor rows_tensor(const Tensor& like, int64_t head_count, int64_t rows, int64_t dim) const {
     if (!packed) return empty(like, {batch, head_count, rows, dim}, type);
     return torch::stable::transpose(empty(like, {1, rows, head_count, dim}, type), 1, 2);
@@ -115,7 +115,7 @@ inline AttentionSizes check_attention(const AttentionArguments& a) {
   SK_CHECK(a.dropout_p >= 0 && a.dropout_p <= 1, op, ": dropout_p must be a probability, between 0 and 1, got ",
            a.dropout_p);
   SK_CHECK(a.seed || !(a.dropout_p > 0), op, ": dropout_p = ", a.dropout_p, " needs a seed");
-  if (a.seed) {  // without dropout too: a tensor on another device would choose the wrong kernels for the others
+  if (a.seed) {  // even without dropout: a seed on another device would select that device's kernels
     a.check(*a.seed, a.seed->dim(), "seed");
     check_type(*a.seed, ScalarType::Long, op, "seed");
     SK_CHECK(a.seed->numel() == 1, op, ": seed must have one element, got ", a.seed->numel());
@@ -151,7 +151,7 @@ inline void check_attention_sinks(const AttentionArguments& a, const AttentionSi
   if (sinks) a.check(*sinks, {s.heads}, s.acc, "sinks");
 }
 
-// What only the backward pass gets.
+// The arguments of the backward pass alone.
 inline void check_attention_gradients(const AttentionArguments& a, const AttentionSizes& s, const Tensor& grad_out,
                                       const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& lse,
                                       bool need_mask, bool need_slopes) {

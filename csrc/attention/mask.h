@@ -1,4 +1,4 @@
-// What a mask's elements are. Torch-free.
+// The element types of a mask. Torch-free.
 #pragma once
 
 namespace seqkern {

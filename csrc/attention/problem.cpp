@@ -9,10 +9,10 @@
 namespace seqkern {
 namespace {
 
-// Positions stay far below this: what is larger only says "unlimited", and sums of several cannot overflow.
+// Positions stay far below this: a larger one only means "unlimited", and sums of several cannot overflow.
 constexpr int64_t kFar = int64_t{1} << 60;
 
-// The numbers of a vector of int32 or int64.
+// The elements of a vector of int32 or int64.
 std::vector<int64_t> integers(const Tensor& t) {
   const Tensor dense = as_contiguous(t);
   std::vector<int64_t> numbers(static_cast<size_t>(t.size(0)));
@@ -49,7 +49,7 @@ AttentionSequence band(const AttentionArguments& a, int64_t queries, int64_t key
   return s;
 }
 
-void find_sequences(const AttentionArguments& a, Problem& p) {
+void find_sequences(const AttentionArguments& a, AttentionProblem& p) {
   std::vector<int64_t> query_starts, key_starts, lengths;
   if (p.packed) {
     query_starts = starts(*a.query_starts, p.query_rows, a.max_queries, a.op, "query_starts");
@@ -82,7 +82,7 @@ void Heads::zero(int64_t batch, int64_t head, int64_t begin, int64_t end) const 
   }
 }
 
-AttentionBias Problem::bias(const Sequence& s, int64_t head) const {
+AttentionBias AttentionProblem::bias(const Sequence& s, int64_t head) const {
   AttentionBias b;
   if (slopes) {
     b.slopes = static_cast<const char*>(slopes->const_data_ptr()) + (s.index * heads + head) * slopes->element_size();
@@ -99,9 +99,9 @@ AttentionBias Problem::bias(const Sequence& s, int64_t head) const {
   return b;
 }
 
-Problem check(const AttentionArguments& a) {
+AttentionProblem check(const AttentionArguments& a) {
   check_cpu(a.query, a.op, "query");
-  Problem p{check_attention(a), {}, {}, a.attn_mask, {}};
+  AttentionProblem p{check_attention(a), {}, {}, a.attn_mask, {}};
   p.shape.dtype = p.dtype;
   p.shape.head_dim = p.head_dim;
   p.shape.value_dim = p.value_dim;

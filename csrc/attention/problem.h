@@ -1,4 +1,4 @@
-// What a call of the attention ops asks for, checked: sequences, heads, and where their rows lie. Host side.
+// A checked call of the attention ops: sequences, heads, and the addresses of their rows. Host side.
 #pragma once
 
 #include <optional>
@@ -10,19 +10,19 @@
 
 namespace seqkern {
 
-// A sequence and its rows in the tensors: those of dimension 0 at `batch` (dense), or a range of all rows (packed).
+// A sequence and its rows: those of index `batch` in dimension 0 (dense), or a range of all rows (packed).
 struct Sequence {
   AttentionSequence band;
   int64_t index, batch, query_row, key_row;
-  int64_t key_rows;  // of which key_lengths may have hidden the last ones
+  int64_t key_rows;  // key_lengths may hide the last ones
 };
 
-struct Problem : AttentionSizes {
+struct AttentionProblem : AttentionSizes {
   AttentionShape shape;
   std::vector<Sequence> sequences;
   std::optional<Tensor> mask, slopes;
 
-  // One number a query: the index of a head's first row.
+  // The index of a head's first row, for tensors with one number a query.
   int64_t row(const Sequence& s, int64_t head) const { return (s.batch * heads + head) * query_rows + s.query_row; }
   AttentionBias bias(const Sequence& s, int64_t head) const;
 };
@@ -51,7 +51,7 @@ struct Heads {
   void zero(int64_t batch, int64_t head, int64_t begin, int64_t end) const;
 };
 
-Problem check(const AttentionArguments& arguments);
+AttentionProblem check(const AttentionArguments& arguments);
 
 inline int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
 

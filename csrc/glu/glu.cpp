@@ -1,4 +1,4 @@
-// Gated linear units, host side: checks, allocation, registration under the CPU key.
+// Gated linear units, host side: checks, allocates, registers the ops under the CPU key.
 #include "glu.h"
 
 #include <tuple>

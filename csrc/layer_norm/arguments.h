@@ -1,4 +1,4 @@
-// What the layer norm ops check of their arguments on either device, host side.
+// Checks of the layer norm ops' arguments that are the same on either device, host side.
 #pragma once
 
 #include <optional>
@@ -8,7 +8,7 @@
 
 namespace seqkern {
 
-// A vector beside the rows of the input, in any of the dtypes.
+// A vector as long as the input's rows, of any supported dtype.
 inline void check_parameter(const Tensor& t, const Tensor& input, const char* op, const char* argument) {
   check_beside(t, input, op, argument);
   check_dim(t, 1, op, argument);
@@ -16,7 +16,7 @@ inline void check_parameter(const Tensor& t, const Tensor& input, const char* op
   dtype_of(t, op, argument);
 }
 
-// A matrix beside the input: same shape, dtype and device, any row stride.
+// A matrix of the input's shape, dtype and device, with any row stride.
 inline std::optional<Tensor> matrix_beside(const std::optional<Tensor>& t, const Tensor& input, const char* op,
                                            const char* argument) {
   if (!t) return std::nullopt;
@@ -27,7 +27,7 @@ inline std::optional<Tensor> matrix_beside(const std::optional<Tensor>& t, const
   return with_unit_last_stride(*t);
 }
 
-// A number for each row, contiguous, in the accumulation type.
+// One number per row, contiguous, in the accumulation type.
 inline Tensor statistic(const Tensor& t, const Tensor& input, Dtype dtype, const char* op, const char* argument) {
   check_beside(t, input, op, argument);
   check_dim(t, 1, op, argument);

@@ -1,4 +1,4 @@
-// Layer norm and RMS norm, host side: checks, allocation, division of the work, registration under the CPU key.
+// Layer norm and RMS norm, host side: checks, allocates, divides the work, registers the ops under the CPU key.
 #include "layer_norm.h"
 
 #include <algorithm>
@@ -18,18 +18,17 @@ namespace {
 
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 16384;
-// The partial sums of the parameter gradients: about so many chunks at most, and about so many elements in all.
+// Partial sums of the parameters' gradients: at most about so many chunks, and about so many elements in all.
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kPartialElements = int64_t{1} << 22;
-constexpr int64_t kLeastRows = 8;   // of a chunk, twice as many where there are plenty
-constexpr int64_t kMostRows = 512;  // of a chunk: longer sums in float32 would lose digits
+constexpr int64_t kLeastRows = 8;   // of a chunk; twice as many if there are many rows
+constexpr int64_t kMostRows = 512;  // of a chunk: longer float32 sums would lose digits
 
-// How the rows of a backward pass are divided: by the shape alone, so that the order of every sum is the same on any
-// number of threads. A chunk of fewer elements than the grain, or of few rows, would spend its time on its partial
-// sums.
+// The division of a backward pass's rows: by the shape alone, so that the order of every sum is the same on any number
+// of threads. A chunk of fewer elements than the grain, or of few rows, would spend its time on its partial sums.
 struct Chunks {
   int64_t rows_per_chunk, count;
-  int64_t workers;  // each takes neighbouring chunks; the result does not depend on how many there are
+  int64_t workers;  // each takes neighbouring chunks; their number does not change the result
   Chunks(int64_t rows, int64_t columns) {
     const int64_t width = std::max<int64_t>(1, columns);
     const int64_t most = std::clamp<int64_t>(kPartialElements / width, 4, kMaxChunks);
@@ -48,10 +47,10 @@ void run_forward(const LayerNormForward& args, int64_t rows) {
                               [&](int64_t begin, int64_t end) { forward(args, begin, end); });
 }
 
-// In bytes, what one worker needs to add rows up in, and for the weight in its order.
+// Bytes that a worker needs to sum rows, and for the weight in packet order.
 size_t sums_size(int64_t columns, size_t acc_size) { return (3 * columns * acc_size + 63) / 64 * 64; }
 
-// The sums for the parameters end in grad_weight and grad_bias (null where not needed). `sums`: sums_size bytes for
+// Writes the sums for the parameters to grad_weight and grad_bias (null where not needed). `sums`: sums_size bytes for
 // each worker.
 void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* sums, void* grad_weight, void* grad_bias) {
   const auto& kernels = layer_norm_kernels();

@@ -1,4 +1,4 @@
-// How the gradients of the gates become those of the inputs and the weights, a chunk of steps at a time.
+// From the gradients of the gates to those of inputs and weights, a chunk of steps at a time.
 #pragma once
 
 #include "inputs.h"
@@ -6,14 +6,14 @@
 
 namespace seqkern {
 
-// The gradients, and how a chunk's rows lead to them.
-struct RnnGradients {
+// The gradients of inputs and weights, and the products that add a chunk to them.
+struct RnnGradientProducts {
   const RnnProblem& p;
-  const bool need_input, need_weights, at_once;  // at_once: the only chunk writes the gradients as they are returned
-  Tensor input, w_ih, w_hh, w_hr;  // weights in acc, or in dtype at once; input in dtype where rows are written once
+  const bool need_input, need_weights, at_once;  // at_once: there is one chunk, which writes the final gradients
+  Tensor input, w_ih, w_hh, w_hr;  // weights: acc, or dtype if at_once; input: dtype if each row is written once
   std::vector<PackedMatrix> packed_w_ih;
 
-  RnnGradients(const RnnProblem& p_, bool need_input_, bool need_weights_)
+  RnnGradientProducts(const RnnProblem& p_, bool need_input_, bool need_weights_)
       : p(p_),
         need_input(need_input_),
         need_weights(need_weights_),
@@ -26,8 +26,8 @@ struct RnnGradients {
     for (const Tensor& w : p.w_ih) packed_w_ih.push_back(pack(p.products, rows_of(w)));
   }
 
-  // From the rows of a chunk's tokens: x, h of the step before (in acc where there is a mask), and the gradients by
-  // token in `a`. The first chunk of a direction writes the sums that later ones add to.
+  // Adds a chunk, from the rows of its tokens: x, the previous step's h (in acc if there is a mask), and the gradients
+  // by token in `a`. A direction's first chunk overwrites the sums.
   void add(int64_t d, const TokenRows& x, const TokenRows& h, const RnnBackward& a, bool first) {
     if (need_input) add_input(d, x, a);
     if (!need_weights) return;
@@ -37,7 +37,7 @@ struct RnnGradients {
   }
 
  private:
-  // Of W_ih: grad_z's columns of n, in front, which are not of the recurrent side (GRU), and the others.
+  // The columns of grad_z that come before the recurrent side's: of n, for a GRU.
   int64_t front() const { return recurrent_part(p.cell) * p.hidden; }
   const void* column(const void* base, int64_t first) const {
     return static_cast<const char*>(base) + first * size_of(p.operand_dtype);
@@ -45,10 +45,10 @@ struct RnnGradients {
   // The gradients of the raw products with W_hh.
   const void* recurrent(const RnnBackward& a) const { return p.has_norm ? a.grad_zh : column(a.grad_z, front()); }
   Dtype sum_type() const { return at_once ? p.dtype : p.acc_dtype; }
-  // Row `row` of direction d's.
+  // Row `row` of direction d's sum.
   void* sum_row(Tensor& sum, int64_t d, int64_t row) const { return at(sum, (d * sum.size(1) + row) * sum.size(2)); }
 
-  // Of few tokens.
+  // For few tokens.
   void add_outer_products(int64_t d, const TokenRows& x, const TokenRows& h, const RnnBackward& a, bool first) {
     const auto add = [&](const void* source, int64_t columns, const TokenRows& rows, Dtype type, Tensor& sum,
                          int64_t row) {
@@ -71,7 +71,7 @@ struct RnnGradients {
   void add_products(int64_t d, const TokenRows& x, const TokenRows& h, const RnnBackward& a, bool first) {
     const auto tokens = static_cast<int64_t>(x.size());
     const int64_t stride = a.grad_z_stride, H = p.hidden, P = p.width;
-    // Adds to rows of the sum the columns of A, transposed, times B.
+    // Adds A^T B to rows of the sum, for `columns` columns of A.
     const auto add = [&](Dtype type, const void* source, int64_t source_stride, int64_t columns,
                          const PackedMatrix& packed, Tensor& sum, int64_t row) {
       multiply(p.products, {.rows = columns,
@@ -98,7 +98,7 @@ struct RnnGradients {
     add(p.acc_dtype, a.grad_h_hat, P, P, pack(p.products, h_wide), w_hr, 0);
   }
 
-  // W_ih's rows as the columns of grad_z lie: GRU's have those of n first.
+  // W_ih with its rows in the order of grad_z's columns: a GRU's begin with those of n.
   Matrix rows_of(const Tensor& w) const {
     Matrix b = as_stored(p, w);
     if (p.cell == Cell::gru) b.first_row = 2 * p.hidden;

@@ -1,4 +1,4 @@
-// What the host side of a recurrent layer multiplies: its weights as operands, and the products with its input.
+// The right operands of a recurrent layer's products, host side, and the products with its input.
 #pragma once
 
 #include <optional>
@@ -20,7 +20,7 @@ inline TokenRows input_rows(const RnnProblem& p, int64_t d, int64_t begin, int64
   return rows;
 }
 
-// The weights w (n, k) as B(k, n), and as B(n, k).
+// The weights w (n, k) as B(k, n); below, as B(n, k).
 inline Matrix transposed(const RnnProblem& p, const Tensor& w) {
   return {.dtype = p.dtype,
           .data = w.const_data_ptr(),
@@ -33,13 +33,13 @@ inline Matrix as_stored(const RnnProblem& p, const Tensor& w) {
   return {
       .dtype = p.dtype, .data = w.const_data_ptr(), .k_stride = w.size(1), .depth = w.size(0), .columns = w.size(1)};
 }
-// The gates of W units side by side.
+// Groups the columns by gate: a panel has the gates of W hidden units side by side.
 inline Matrix by_gates(const RnnProblem& p, const Tensor& w) {
   Matrix b = transposed(p, w);
   b.groups = gate_count(p.cell);
   return b;
 }
-// Rows that lie anywhere, in the dtype or, `of_acc`, in the accumulation type.
+// Scattered rows, in the dtype or, with `of_acc`, in the accumulation type.
 inline Matrix of_rows(const RnnProblem& p, const TokenRows& rows, int64_t columns, bool of_acc = false) {
   return {.dtype = of_acc ? p.acc_dtype : p.dtype,
           .depth = static_cast<int64_t>(rows.size()),
@@ -47,10 +47,10 @@ inline Matrix of_rows(const RnnProblem& p, const TokenRows& rows, int64_t column
           .rows = rows.data()};
 }
 
-// Whether W_ih is packed on the fly.
+// Whether there are so few tokens that W_ih is packed on the fly.
 inline bool few_tokens(const RnnProblem& p) { return p.inputs > 0 && p.steps * p.batch <= kFewRows; }
 
-// zx of a chunk's tokens; without a packed W_ih of all tokens, which are few.
+// zx of a chunk's tokens; without a packed W_ih the chunk is all tokens, which are few.
 inline void input_products(const RnnProblem& p, int64_t d, const TokenRows& rows,
                            const std::optional<PackedMatrix>& packed_w_ih, void* zx, int64_t stride) {
   const auto i = static_cast<size_t>(d);

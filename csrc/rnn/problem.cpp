@@ -91,7 +91,7 @@ RnnProblem::RnnProblem(const RnnArguments& a)
   has_peephole = check_list(a.peephole, {3, hidden}, type, "peephole");
   SK_CHECK(!has_peephole || lstm, op, ": peephole is for LSTM");
   has_norm = check_list(a.norm, {norm_columns(cell, hidden)}, acc, "norm");
-  // What is allocated, and a little more for padding.
+  // The sizes that will be allocated, and a little more for padding.
   checked_product({16, directions, std::max<int64_t>(steps, 1), batch, saved_columns + width + inputs + 1024}, op);
   checked_product({16, directions, saved_columns + 1024, width + inputs + 1024}, op);
 

@@ -1,4 +1,4 @@
-// A checked recurrent layer: its sizes, its inputs as the kernels read them, the order of its rows.
+// A checked recurrent layer: its sizes, its inputs as the kernels read them, and the order of its rows.
 #pragma once
 
 #include <cstring>
@@ -13,7 +13,7 @@ namespace seqkern {
 using Tensors = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
-// The arguments that forward and backward have in common, as they came.
+// The arguments that forward and backward share, unchecked.
 struct RnnArguments {
   const char* op;
   const Tensor &input, &h0;
@@ -33,7 +33,7 @@ struct RnnProblem {
   const ProductKernels& products;
   Cell cell;
   int64_t steps, batch, inputs, hidden, width, directions;
-  int64_t gate_columns, saved_columns;  // of one direction
+  int64_t gate_columns, saved_columns;  // of each direction
   bool has_w_ih, has_peephole, has_norm, has_mask, has_w_hr, has_lengths, reverse;
   // All contiguous. c0, bias, b_hn, peephole and mask in the accumulation type.
   Tensor input, h0;
@@ -51,7 +51,7 @@ struct RnnProblem {
   bool wide() const { return has_norm || has_w_hr; }
   RnnDirection direction(int64_t d) const;
 
-  // Calls f(t, row, place) for the tokens of steps [begin, end) of direction d, in their order.
+  // Calls f(t, row, place) for the tokens of steps [begin, end) of direction d, in order.
   template <class F>
   void for_tokens(int64_t d, int64_t begin, int64_t end, const F& f) const {
     const int64_t first = is_reverse(d) ? steps - end : begin;
@@ -70,7 +70,7 @@ Cell cell_of(int64_t cell, const char* op);
 inline Tensor as_type(const Tensor& t, ScalarType type) {
   return t.scalar_type() == type ? t : torch::stable::to(t, type);
 }
-// A contiguous tensor of its own, to be written to or returned.
+// A contiguous copy, which may be written to or returned.
 inline Tensor as_type_copy(const Tensor& t, ScalarType type) {
   if (t.scalar_type() == type && t.is_contiguous()) {
     Tensor copy = empty(t, t.sizes(), type);

@@ -1,10 +1,10 @@
-// Several workers on the same rows: a turn is cut into blocks of units, every block of which needs all blocks of the
-// turn before.
+// A team: several workers on the same rows. A turn is cut into blocks of hidden units, and every block needs all blocks
+// of the turn before.
 //
-// A worker takes its own block of each turn, so that its weights stay in its cache, and waits until the turn is
-// complete. Torch may run the workers one after the other (inside another parallel region), so nobody waits for a
-// worker that has not begun: a block that nobody has claimed for a while is taken over, and who had to do that once
-// does so without waiting until the other appears. A claimed block is being worked on by a thread that runs.
+// A worker takes its own block of each turn, so that its weights stay in its cache, and waits at a barrier until the
+// turn is complete. Torch may run the workers one after the other (inside another parallel region), so a worker must
+// not wait for one that has not started. It therefore takes over a block that nobody has claimed for a while. After
+// that it takes over without waiting, until the other worker appears. A claimed block is on a running thread.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ class Team {
  public:
   explicit Team(int64_t members) : members_(members), slots_(new Slot[static_cast<size_t>(members + 1)]) {}
 
-  // Calls body(turn, block) for the turns 0 ... turns - 1, for block `own` and for those that it takes over.
+  // Calls body(turn, block) for turns 0 ... turns - 1, for block `own` and for blocks that it takes over.
   template <class Body>
   void run(int64_t turns, int64_t own, const Body& body) {
     int64_t patience = kPatience;
@@ -71,7 +71,7 @@ class Team {
   }
 
   int64_t members_;
-  std::unique_ptr<Slot[]> slots_;  // of every block the turn up to which it was claimed; then the blocks done
+  std::unique_ptr<Slot[]> slots_;  // for every block, the turns claimed; then the number of finished blocks
 };
 
 }  // namespace seqkern

@@ -1,4 +1,4 @@
-// How the work of a recurrent layer is divided: the steps in chunks, and the threads in the loops over the steps.
+// The division of a recurrent layer's work: steps into chunks, rows and hidden units among threads.
 #pragma once
 
 #include <algorithm>
@@ -11,22 +11,21 @@
 
 namespace seqkern {
 
-// Multiply-adds below which a second thread costs more than it saves in each turn of a worker that waits for others
-// once a turn.
+// Multiply-adds a turn below which another worker on the same rows, with its barrier once a turn, costs more than it
+// saves.
 constexpr double kGrainTurn = 1 << 14;
-// Rows that a worker takes at least before there are workers on the same rows. And recurrent weights, in elements, from
-// which on all work on the same rows, unless these are many: each then reads its own part of the weights at every step,
-// not all of them (two cores of Zen 3, B = 64, H = 1024: 0 to 8 % of the time; at H = 512 it costs as much). With fewer
-// weights, but more than a cache has room for beside the rest, they do so where tiles are fuller that way by kFuller:
-// on these cores LSTM with B = 16 takes 2 to 4 % less time, GRU with B = 12 3 to 5 %.
+// kShareRows: rows of a share, at least. kShareWeights: from so many recurrent weights on, all workers take the same
+// rows, unless the state (kShareState) is large: each reads only its part of the weights at every step. kFewWeights:
+// with fewer weights, that still do not fit the cache beside everything else, they do so if that fills the register
+// tiles better, by kFuller. Measurements: NOTES.md.
 constexpr int64_t kShareRows = 6, kShareWeights = int64_t{1} << 21, kShareState = int64_t{1} << 17;
 constexpr int64_t kFewWeights = int64_t{1} << 17;
 constexpr double kFuller = 1.25;
 
-// The sequence is worked through in chunks of steps, each small enough that what one pass over its gates leaves in
-// cache the next pass finds there, and large enough for the products to run at full rate. By the shape alone: the
-// number of threads changes no sum. Those for peepholes and norms over the steps of a chunk are in the accumulation
-// type: hence not too many steps.
+// The sequence is processed in chunks of steps: small enough that the next pass finds the gates of the last one in
+// cache, and large enough for products at the full rate. Chunks depend on the shape alone, so the number of threads
+// changes no sum. Sums for peepholes and norms over the steps of a chunk are in the accumulation type, so a chunk must
+// not have too many steps.
 constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 512, kChunkSteps = 32, kSingleSteps = 256;
 
 inline int64_t chunk_steps(const RnnProblem& p) {
@@ -35,8 +34,8 @@ inline int64_t chunk_steps(const RnnProblem& p) {
   return std::clamp<int64_t>(std::min(most, rows / std::max<int64_t>(1, p.batch)), 1, std::max<int64_t>(1, p.steps));
 }
 
-// How the threads divide a pass through the steps: every direction has `shares` of the rows, and on each work
-// `members`. By turns of one direction: their multiply-adds and their panels.
+// Divides a pass through the steps among the threads: every direction has `shares` of the rows, and every share a team
+// of `members` workers. By the multiply-adds and panels of one direction's turn.
 class Loops {
  public:
   Loops(const RnnProblem& p, const RnnPass& pass) : p_(p), panels_(pass.panels(p.layer)) {
@@ -46,14 +45,14 @@ class Loops {
     const int64_t workers = !worth_it ? 1 : threads % p.directions == 0 ? threads / p.directions : threads;
     const int64_t weights = p.gate_columns * p.width,
                   most_shares = std::clamp<int64_t>(p.batch / kShareRows, 1, workers);
-    const auto fullness = [&](int64_t rows) {  // of the tiles of so many rows
+    const auto fullness = [&](int64_t rows) {  // of the register tiles of so many rows
       const int64_t tile = pass.tile_rows(p.layer);
       return static_cast<double>(rows) / static_cast<double>((rows + tile - 1) / tile * tile);
     };
     const bool large = weights >= kShareWeights && p.batch * p.width <= kShareState;
     const bool fuller =
         weights >= kFewWeights && fullness(p.batch) >= kFuller * fullness((p.batch + most_shares - 1) / most_shares);
-    // Who packs on the fly would pack all weights for its own rows.
+    // Each share would have to pack all weights on the fly.
     const bool together = large || fuller || packs_on_the_fly(p.layer);
     shares_ = p.wide() ? std::clamp<int64_t>(p.batch, 1, workers) : together ? 1 : most_shares;
     if (!p.wide()) {
@@ -110,7 +109,7 @@ class Loops {
   int64_t shares_ = 1, members_ = 1;
   bool parallel_ = false;
   std::optional<Scratch> state_, scratch_;
-  std::vector<int64_t> starts_;  // of every share
+  std::vector<int64_t> starts_;  // for every share
 };
 
 }  // namespace seqkern

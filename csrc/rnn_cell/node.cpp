@@ -1,7 +1,8 @@
 // The fast path of recurrent cells: two products by torch, and the step.
+#include "node.h"
+
 #include <ATen/ops/linear.h>
 
-#include "node.h"
 #include "ops.h"
 
 namespace seqkern::direct {
@@ -20,7 +21,7 @@ const Rule kCell("RnnCellNode", [](const Call& call) -> variable_list {
   if (!call.grads[0].defined()) return {};
   const auto [grad_x, grad_h_gates, grad_h, grad_c] =
       backward(stable(call.grads[0]), lstm ? maybe(call.grads[1]) : none, stable(h), maybe(c),
-                    lstm ? maybe(call.saved[5]) : none, stable(activated), cell);
+               lstm ? maybe(call.saved[5]) : none, stable(activated), cell);
   const auto needed = [&](size_t n, const Tensor& t) { return call.needs[n] ? native(t) : NativeTensor(); };
   const bool gru = cell == kGru;
   return {needed(0, grad_x), needed(1, gru ? grad_h_gates : grad_x), gru ? needed(2, grad_h) : NativeTensor(),
@@ -60,8 +61,7 @@ PyObject* step(PyObject* const* arguments, Py_ssize_t) {
   {
     const WithoutPython free;
     x_gates = at::linear(*input, *w_ih, bias(b_ih)), h_gates = at::linear(*h, *w_hh, bias(b_hh));
-    const auto [h_result, c_result, activated] =
-        forward(stable(x_gates), stable(h_gates), stable(*h), maybe(c), cell);
+    const auto [h_result, c_result, activated] = forward(stable(x_gates), stable(h_gates), stable(*h), maybe(c), cell);
     h_new = native(h_result), c_new = native(c_result);
     if (wanted({&x_gates, &h_gates, h, &c})) {
       Record record{.rule = kCell,

@@ -1,4 +1,4 @@
-// Recurrent cells of one step, host side, on gates that are already summed over their inputs.
+// Recurrent cells of one step, host side, for gates that are already summed over their inputs.
 #include "rnn_cell.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace seqkern {
 namespace {
 
-// Elements that a thread takes at least.
+// Elements of a thread, at least.
 constexpr int64_t kGrainElements = 4096;
 
 template <class Body>

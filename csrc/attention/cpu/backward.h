@@ -1,4 +1,4 @@
-// The backward pass of one block of queries, in the steps that attention.h describes.
+// The backward pass of one query block, in the steps of attention.h.
 #pragma once
 
 #include "decode.h"
@@ -9,17 +9,17 @@ namespace {
 
 template <class A>
 struct BackwardScratch {
-  A *query_t, *few_query, *grad_out_t, *query, *grad_out, *scores, *grad_scores, *grad_query, *key, *value, *delta,
+  A *query_t, *decode_query, *grad_out_t, *query, *grad_out, *scores, *grad_scores, *grad_query, *key, *value, *delta,
       *grad_lse;
   A *lse, *remainder;               // their sum is the lse
-  A *distance, *derivative, *kept;  // derivative, kept: tiles, only with softcap and dropout
+  A *distance, *derivative, *kept;  // derivative: with softcap; kept: with dropout; both are tiles
   Lanes<A>* lanes;
   int64_t bytes;
   SK_INLINE BackwardScratch(const AttentionShape& s, void* memory) {
     Pieces pieces(memory);
     const int64_t head_width = round_up<A>(s.head_dim), value_width = round_up<A>(s.value_dim);
     query_t = pieces.take<A>(s.head_dim * kLaneStride);
-    few_query = pieces.take<A>(kFewRows * head_width);
+    decode_query = pieces.take<A>(kDecodeRows * head_width);
     grad_out_t = pieces.take<A>(s.value_dim * kLaneStride);
     query = pieces.take<A>(kBlockQ * head_width);
     grad_out = pieces.take<A>(max(kBlockQ * value_width, s.value_dim * kLaneStride));  // or its transpose
@@ -40,22 +40,22 @@ struct BackwardScratch {
   }
 };
 
-// Whether the scores were made by few_scores, whose sums have another order: they must be the same to the bit, for lse
-// belongs to them. (Where the results are rounded to 16 bits that is nothing.)
+// Whether decode_scores made the scores. It sums in another order, and here they must have the same bits, because lse
+// belongs to them. (Where results are rounded to 16 bits the difference does not count.)
 template <class T>
-SK_INLINE bool few_products(const AttentionBackward& p) {
-  return kDots<acc_t<T>> && sizeof(T) == sizeof(acc_t<T>) && p.few;
+SK_INLINE bool decode_products(const AttentionBackward& p) {
+  return kDots<acc_t<T>> && sizeof(T) == sizeof(acc_t<T>) && p.decode;
 }
 
-// The scores of a tile, as few_scores makes them; all of its queries are in one block.
+// The scores of a tile, as decode_scores makes them. All queries are in one block.
 template <class T, class A>
-void few_tile(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t) {
-  static_assert(kFewRows * kRowStride <= kBlockK * kLaneStride, "rows of scores, where the gradients come later");
+void decode_tile(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t) {
+  static_assert(kDecodeRows * kRowStride <= kBlockK * kLaneStride, "rows of scores, where the gradients come later");
   A* by_row = t.grad_scores;
   const int64_t begin = max(0, visible_range(p.sequence, 0, g.queries).begin - g.k0);
   for (int64_t q = 0; q < g.queries; ++q)
     for (int64_t k = begin / W<A> * W<A>; k < g.keys; k += W<A>) store(by_row + q * kRowStride + k, Vec<A>{});
-  dot_products<T>(at<T>(p.key, g.k0 + begin), p.key.stride, g.keys - begin, p.shape.head_dim, t.few_query, g.queries,
+  dot_products<T>(at<T>(p.key, g.k0 + begin), p.key.stride, g.keys - begin, p.shape.head_dim, t.decode_query, g.queries,
                   by_row + begin);
   for (int64_t k = g.begin; k < g.keys; k += W<A>) {
     for (int64_t q = 0; q < g.lanes; q += W<A>) {
@@ -78,13 +78,14 @@ void begin_block(const AttentionBackward& p, int64_t query_block, void* memory) 
   const T* grad_out = at<T>(p.grad_out, q0);
   transpose(at<T>(p.query, q0), p.query.stride, queries, lanes, s.head_dim, static_cast<A>(s.scale), t.query_t);
   transpose(grad_out, p.grad_out.stride, queries, lanes, s.value_dim, A(1), t.grad_out_t);
-  if (few_products<T>(p)) {
+  if (decode_products<T>(p)) {
     for (int64_t q = 0; q < queries; ++q)
       store_query(at<T>(p.query, q0 + q), s.head_dim, static_cast<A>(s.scale),
-                  t.few_query + q * round_up<A>(s.head_dim));
+                  t.decode_query + q * round_up<A>(s.head_dim));
   }
   fill_lanes(s, p.sequence, p.bias, 0, q0, queries, 0, t.lanes);
-  // delta is summed as the product dO V^T sums, so that dP - delta cancels exactly where one key has all the weight.
+  // delta is summed in the order of the product dO V^T, so that dP - delta cancels exactly where one key has all the
+  // weight.
   A* out_t = t.grad_out;
   transpose(at<T>(p.out, q0), p.out.stride, queries, lanes, s.value_dim, A(1), out_t);
   for (int64_t q = 0; q < lanes; q += W<A>) {
@@ -110,12 +111,12 @@ void begin_block(const AttentionBackward& p, int64_t query_block, void* memory) 
   for (int64_t i = 0; i < elements; ++i) t.grad_query[i] = 0;
 }
 
-// scores = P, grad_scores = dz, both 0 where hidden; with dropout P is what `out` was made of.
+// scores = P, grad_scores = dz, both 0 for hidden entries. With dropout, P is the dropped one, of which `out` was made.
 template <class T, class A>
 SK_INLINE void bias_gradients(const AttentionBackward& p, const Geometry& g, const BackwardScratch<A>& t, Tile<A> key) {
   const AttentionShape& s = p.shape;
   const Tile<A> value = plain_rows(at<T>(p.value, g.k0), p.value.stride, g.keys, s.value_dim, t.value);
-  if (few_products<T>(p)) few_tile<T>(p, g, t);
+  if (decode_products<T>(p)) decode_tile<T>(p, g, t);
   else for_key_strips(g, [&](const Part& part) { products(part, key, s.head_dim, t.query_t, t.scores); });
   for_key_strips(g, [&](const Part& part) { products(part, value, s.value_dim, t.grad_out_t, t.grad_scores); });
   for_key_strips(g, [&](const Part& part) {
@@ -154,7 +155,7 @@ bool scores_block(const AttentionBackward& p, int64_t query_block, int64_t key_b
       }
       if (s.softcap != 0) {
         multiply(part, t.derivative, t.grad_scores, kLaneStride);
-        hide(g, part, A(0), t.grad_scores);  // once more: the derivative of what is hidden may be NaN
+        hide(g, part, A(0), t.grad_scores);  // again: the derivative of a hidden entry may be NaN
       }
     });
   }
@@ -182,14 +183,14 @@ void keys_block(const AttentionBackward& p, int64_t query_block, int64_t key_blo
   const int64_t keys = min(kBlockK, p.sequence.keys - g.k0);
   A *key_sum = at<A>(p.key_sum, g.k0), *value_sum = at<A>(p.value_sum, g.k0);
   const int64_t key_stride = p.key_sum.stride, value_stride = p.value_sum.stride;
-  // Already converted by begin_block where they are not read in place.
+  // begin_block converted them where they are not read in place.
   Tile<A> query{t.query, head_width}, grad_out{t.grad_out, value_width};
   if constexpr (sizeof(T) == sizeof(A)) {
     if (s.head_dim == head_width) query = {at<T>(p.query, g.q0), p.query.stride};
     if (s.value_dim == value_width) grad_out = {at<T>(p.grad_out, g.q0), p.grad_out.stride};
   }
   bool accumulate = !first;
-  if (first && (g.crossed || g.keys < keys || !visible)) {  // some of its rows are not written below
+  if (first && (g.crossed || g.keys < keys || !visible)) {  // some rows of the sums are not written below
     for (int64_t k = 0; k < keys; ++k) {
       for (int64_t c = 0; c < head_width; c += W<A>) store(key_sum + k * key_stride + c, Vec<A>{});
       for (int64_t c = 0; c < value_width; c += W<A>) store(value_sum + k * value_stride + c, Vec<A>{});

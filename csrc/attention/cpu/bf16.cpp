@@ -1,18 +1,17 @@
-// Attention for bfloat16, on matrix tiles (AMX) or by dot products of pairs (AVX512-BF16): compiled once for each. The
-// equations, the partition of the work and the transposed scores are those of kernels.cpp; what is done to the
-// scores between the products too (scores.h).
+// Attention for bfloat16, on matrix tiles (AMX) or by bf16 dot products (AVX512-BF16): compiled once for each.
+// Equations, work items and transposed scores are those of kernels.cpp, and the passes over the scores are those
+// of scores.h.
 //
-// Scores are 16 keys by 16 queries a tile. K and V are left operands as they lie, Q and dO are packed once for a block
-// of queries; P and dS leave the softmax as rows of keys, which is the left operand that dV = P^T dO and dK = dS^T Q
-// want, and dS as pairs of keys, which is the right operand of dQ^T = K^T dS. Nothing is transposed between the
-// products. All sums are in float32; only P and dS are rounded to bfloat16.
+// Scores are 16 keys by 16 queries a tile. K and V are left operands as stored; Q and dO are packed once for a query
+// block. P and dS leave the softmax as rows of keys, the left operand of dV = P^T dO and dK = dS^T Q. dS also leaves it
+// as pairs of keys, the right operand of dQ^T = K^T dS. So nothing is transposed between the products. All sums are in
+// float32; only P and dS are rounded to bfloat16.
 //
-// The operands of a tile of 256 queries and 128 keys stay in L2, and the scores never leave L1: S, dP and what follows
-// them are done for 32 keys and 64 queries at a time. Where no option touches the scores, exp2, the gradient and the
-// rounding to both layouts are one pass.
+// The operands of a tile of 256 queries and 128 keys stay in L2. The scores never leave L1: S, dP and everything that
+// follows are done for 32 keys and 64 queries at a time. Without options on the scores, one pass does exp2, the
+// gradient, and the rounding to both layouts.
 //
-// By dot products (one Zen 4 core, 64 columns, 1024 keys) the backward pass runs at 0.82 of their peak: S and dP take
-// 38% of the time, dK and dV 34, dQ 17, the pass over the scores 8, packing 3. Tried and lost there: blocks of 128
+// Block sizes are by measurement (NOTES.md).
 // queries and of 64 keys (5% faster for a causal mask over 256 keys, up to 10% slower at 128 columns over 4096).
 #define SK_BLOCK_Q 256
 #define SK_BLOCK_K 128
@@ -66,7 +65,7 @@ void pack(const AttentionShape& s, int64_t keys, bool backward, Rows key, Rows v
   const PackedKeys to(s, keys, packed);
   const int64_t k0 = key_block * kBlockK, count = min(kBlockK, keys - k0);
   const auto tile = [](const Tiles& t) { return static_cast<BFloat16*>(const_cast<void*>(t.data)); };
-  // Tiles come in pairs of 16 rows: what has no key is zero.
+  // Tiles come in pairs, of 16 rows each: rows without a key are zero.
   const int64_t missing = (count + 31) / 32 * 2 - tiles(count, 16);
   pack_rows(key, k0, count, s.head_dim, tile(to.key_rows(k0)));
   pack_rows(value, k0, count, s.value_dim, tile(to.value_rows(k0)));
@@ -74,7 +73,7 @@ void pack(const AttentionShape& s, int64_t keys, bool backward, Rows key, Rows v
     __builtin_memset(tile(to.key_rows(k0 + (count + 15) / 16 * 16)), 0, to.key_depth * kTileBytes);
     __builtin_memset(tile(to.value_rows(k0 + (count + 15) / 16 * 16)), 0, to.value_depth * kTileBytes);
   }
-  // Where a key that is not finite is seen, dS is not finite either.
+  // Keys that are not finite become 0 here: a query that sees one has a dS that is not finite anyway.
   pack_transposed(key, k0, count, s.head_dim, to.key_columns, tile(to.key_transposed(k0)), nullptr);
 }
 
@@ -82,12 +81,12 @@ void pack(const AttentionShape& s, int64_t keys, bool backward, Rows key, Rows v
 
 struct TileScratch {
   static constexpr int64_t kQueryTiles = kBlockQ / 16, kQuerySteps = kBlockQ / 32, kKeySteps = kBlockK / 32;
-  // Scores are made for so many keys and queries at a time.
+  // The part of a tile whose scores are made at once.
   static constexpr int64_t kKeys = 32, kQueries = 64, kStride = kQueries + 16, kScores = kKeys * kStride;
   int64_t key_depth, value_depth, key_columns, value_columns;
-  // Packed for the block of queries: Q and dO by columns and by pairs.
+  // Of the query block: Q and dO packed as columns and as pairs.
   BFloat16 *query, *grad_out, *query_pairs, *grad_out_pairs;
-  BFloat16 *p, *ds, *ds_pairs;  // of a tile: (keys, queries) and pairs of keys
+  BFloat16 *p, *ds, *ds_pairs;  // of a tile: (keys, queries), and pairs of keys
   float *scores, *grad_scores, *derivative, *kept, *grad_query_t, *lse, *delta, *grad_lse, *distance;
   float* delta_lse;  // delta - dlse
   Lanes<float>* lanes;
@@ -120,17 +119,17 @@ struct TileScratch {
     lanes = pieces.take<Lanes<float>>(1);
     bytes = pieces.bytes();
   }
-  // P and dS as left tiles, from one row of keys on.
+  // P and dS as left tiles, from row `key` on.
   SK_INLINE Tiles rows(const BFloat16* matrix, int64_t key) const {
     return {matrix + key * kBlockQ, 16 * kBlockQ * 2, 64, kBlockQ * 2};
   }
-  // The first of the 8 rows of pairs of 16 keys and 16 queries.
+  // The first of the 8 rows of pairs for 16 keys and 16 queries.
   SK_INLINE BFloat16* pairs(int64_t k, int64_t q) const {
     return ds_pairs + (k / 32 * kQueryTiles + q / 16) * kTileElements + k % 32 / 2 * 32;
   }
 };
 
-// The scores of a part, under the indices that keys and queries have in the tile.
+// The scores of a part, indexed by the keys and queries of the tile.
 struct PartScores {
   float *scores, *grad_scores, *derivative, *kept;
   static constexpr int64_t stride = TileScratch::kStride;
@@ -143,7 +142,7 @@ struct PartScores {
   }
 };
 
-// Calls body(part) for pieces of the visible parts that are small enough for the scratch memory.
+// Calls body(part) for pieces of the visible parts that fit the scratch memory.
 template <class Body>
 SK_INLINE void for_pieces(const Geometry& g, const Body& body) {
   for_key_strips(g, [&](const Part& part) {
@@ -155,8 +154,8 @@ SK_INLINE void for_pieces(const Geometry& g, const Body& body) {
 
 int64_t backward_scratch(const AttentionShape& s) { return TileScratch(s, nullptr).bytes; }
 
-// delta[q] = sum_c dO[q, c] O[q, c], the diagonal of the product O dO^T: summed as dP = V dO^T is, so that dP - delta
-// cancels exactly where one key has all the weight.
+// delta[q] = sum_c dO[q, c] O[q, c], the diagonal of the product O dO^T. It is summed in the order of dP = V dO^T, so
+// that dP - delta cancels exactly where one key has all the weight.
 void row_products(const AttentionBackward& p, int64_t q0, int64_t queries, const TileScratch& t) {
   BFloat16* out_rows = t.p;  // free until the first tile of scores
   float* product = t.scores;
@@ -189,7 +188,8 @@ void backward_begin(const AttentionBackward& p, int64_t query_block, void* memor
     t.distance[q] = 0;
   }
   for (int64_t q = 0; q < kBlockQ; ++q) t.delta_lse[q] = t.delta[q] - t.grad_lse[q];
-  // What no pass over the scores writes is multiplied by the zeros of the padding, and must not be NaN.
+  // The products multiply entries that no pass over the scores writes by the zeros of the padding: they must not be
+  // NaN.
   __builtin_memset(t.p, 0, kBlockK * kBlockQ * 2);
   __builtin_memset(t.ds, 0, kBlockK * kBlockQ * 2);
   __builtin_memset(t.grad_query_t, 0, t.key_columns * 16 * kLaneStride * 4);
@@ -207,7 +207,7 @@ void score_products(const AttentionBackward& p, const Geometry& g, const Part& p
            false);
 }
 
-// scores = P, grad_scores = dz, both 0 where hidden; with dropout P is what `out` was made of.
+// scores = P, grad_scores = dz, both 0 for hidden entries. With dropout, P is the dropped one, of which `out` was made.
 void bias_gradients(const AttentionShape& s, const Geometry& g, const Part& part, const TileScratch& t) {
   const PartScores at(t, part);
   constexpr int64_t stride = PartScores::stride;
@@ -229,8 +229,8 @@ void bias_gradients(const AttentionShape& s, const Geometry& g, const Part& part
   hide(g, part, 0.0f, at.grad_scores, stride);
 }
 
-// P and dS of a part to bfloat16, two keys and 16 queries at a time: of(q)(k, P, dS) gives them. Both are 0 for padding
-// and for queries that see no key, whatever the scores are: the products do not leave them out.
+// Rounds P and dS of a part to bfloat16, two keys and 16 queries at a time; of(q)(k, P, dS) computes them. The products
+// include padding and queries that see no key: there both become 0, whatever the scores are.
 template <class Of>
 SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) {
   typedef short shorts __attribute__((vector_size(64)));
@@ -259,7 +259,7 @@ SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) 
   }
 }
 
-// The products take P and dS in steps of 32: zeros where a step reaches beyond what is visible.
+// The products take P and dS in steps of 32: zeros where a step goes beyond the visible part.
 void zero_hidden(const Geometry& g, const TileScratch& t) {
   const int64_t end = (g.keys + 31) / 32 * 32, lanes = g.lanes;
   if (!g.crossed) {
@@ -278,7 +278,8 @@ void zero_hidden(const Geometry& g, const TileScratch& t) {
       const int64_t rows = q >= part.first && q < part.last ? written : 0;
       __builtin_memset(t.pairs(k, q) + rows * 32, 0, (8 - rows) * 64);
     }
-    // The queries that see the rows move to the right from tile to tile: what lies behind them was never written.
+    // The range of queries that see the rows moves to the right from tile to tile: the part to its left was never
+    // written.
     for (int64_t row = k; part.first % 32 != 0 && row < part.end; ++row) {
       __builtin_memset(t.p + row * kBlockQ + part.first - 16, 0, 32);
       __builtin_memset(t.ds + row * kBlockQ + part.first - 16, 0, 32);
@@ -292,7 +293,7 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
   const Geometry g = geometry<float>(p.sequence, query_block, key_block);
   if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return false;
   const TileConfiguration configuration;
-  // With a scale that is not positive, -inf for what is hidden would not stay what it is.
+  // With a scale that is not positive, the -inf of hidden entries would change.
   const bool plain = !modified(s) && !s.dropout.active && static_cast<float>(s.scale) > 1e-30f;
   const __m512 scale = _mm512_set1_ps(static_cast<float>(s.scale)), log2e = _mm512_set1_ps(kLog2e);
   static constexpr int64_t stride = PartScores::stride;
@@ -306,7 +307,8 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
       round_part(part, t, [&](int64_t q) {
         return [scores = at.scores + q, grad_scores = at.grad_scores + q, lse = _mm512_load_ps(t.lse + q),
                 delta = _mm512_load_ps(t.delta_lse + q), scale, log2e](int64_t k, __m512& probability, __m512& ds) {
-          // The score is rounded before lse leaves it, as lse was: of large numbers nothing remains. NaN stays.
+          // The score is rounded before lse is subtracted, as it was when lse was made: large numbers cancel exactly.
+          // NaN stays.
           const __m512 x = _mm512_sub_ps(rounded(_mm512_mul_ps(_mm512_load_ps(scores + k * stride), scale)), lse);
           probability = exp2_bf16(_mm512_mul_ps(_mm512_min_ps(_mm512_setzero_ps(), x), log2e));
           ds = _mm512_mul_ps(probability, _mm512_sub_ps(_mm512_load_ps(grad_scores + k * stride), delta));
@@ -322,7 +324,7 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
     }
     if (s.softcap != 0) {
       multiply(part, at.derivative, at.grad_scores, stride);
-      hide(g, part, 0.0f, at.grad_scores, stride);  // once more: the derivative of what is hidden may be NaN
+      hide(g, part, 0.0f, at.grad_scores, stride);  // again: the derivative of a hidden entry may be NaN
     }
     round_part(part, t, [&](int64_t q) {
       return [scores = at.scores + q, grad_scores = at.grad_scores + q](int64_t k, __m512& probability, __m512& ds) {
@@ -357,7 +359,7 @@ void backward_keys(const AttentionBackward& p, int64_t query_block, int64_t key_
   float *key_sum = at<float>(p.key_sum, g.k0), *value_sum = at<float>(p.value_sum, g.k0);
   const int64_t key_stride = p.key_sum.stride, value_stride = p.value_sum.stride;
   bool accumulate = !first;
-  if (first && (g.crossed || g.keys < keys || !visible)) {  // some of its rows are not written below
+  if (first && (g.crossed || g.keys < keys || !visible)) {  // some rows of the sums are not written below
     for (int64_t k = 0; k < keys; ++k) {
       __builtin_memset(key_sum + k * key_stride, 0, t.key_columns * 64);
       __builtin_memset(value_sum + k * value_stride, 0, t.value_columns * 64);
@@ -440,12 +442,12 @@ const AttentionKernels attention_bf16_kernels = {
     .forward_scratch = forward_scratch,
     .backward_scratch = backward_scratch,
     .forward = forward,
-    .few_rows = kFewRows,
-    .few_keys = kFewKeys,
-    .few_scratch = bytes_of<FewScratch<float>>,
-    .few_partial = bytes_of<FewPartial<float>>,
-    .few_forward = few_chunk<BFloat16>,
-    .few_combine = few_combine_rows<BFloat16>,
+    .decode_rows = kDecodeRows,
+    .decode_keys = kDecodeKeys,
+    .decode_scratch = bytes_of<DecodeScratch<float>>,
+    .decode_partial = bytes_of<DecodePartial<float>>,
+    .decode_forward = decode_chunk<BFloat16>,
+    .decode_combine = decode_combine_rows<BFloat16>,
     .backward_begin = backward_begin,
     .backward_scores = backward_scores,
     .backward_keys = backward_keys,

@@ -1,7 +1,7 @@
 // Operands of attention's products in bfloat16, and exp2.
 //
-// A tile is 16 rows of 64 bytes. A left tile is 16 rows of 32 bfloat16, a right one holds in row i the rows 2i and 2i +
-// 1 of the operand, pair by pair. Packed operands are tiles of 1 KB, one behind the other, padded with zeros:
+// A tile is 16 rows of 64 bytes. A left tile is 16 rows of 32 bfloat16. Row i of a right tile holds rows 2i and 2i + 1
+// of the operand, interleaved as pairs. Packed operands are consecutive tiles of 1 KB, padded with zeros:
 //
 //   rows        left tiles of the matrix as it lies: 16 rows by 32 columns
 //   transposed  left tiles of its transpose: 16 columns by 32 rows
@@ -25,11 +25,11 @@ SK_INLINE int64_t tiles(int64_t length, int64_t tile) { return (length + tile - 
 
 SK_INLINE __mmask32 first_lanes(int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << max(n, 0)) - 1; }
 
-// 32 columns of a row from `column` on, those from `columns` on zero.
+// 32 columns of a row from `column` on; those from `columns` on are zero.
 SK_INLINE __m512i load_columns(const BFloat16* row, int64_t column, int64_t columns) {
   return _mm512_maskz_loadu_epi16(first_lanes(columns - column), row + column);
 }
-// 16 columns of two rows, pair by pair.
+// 16 columns of two rows, interleaved as pairs.
 SK_INLINE __m512i load_pairs(const Rows& m, int64_t row, int64_t rows, int64_t column, int64_t columns) {
   const __mmask16 mask = static_cast<__mmask16>(first_lanes(min(columns - column, 16)));
   __m512i pair = _mm512_setzero_si512();
@@ -41,7 +41,7 @@ SK_INLINE __m512i load_pairs(const Rows& m, int64_t row, int64_t rows, int64_t c
   return pair;
 }
 
-// Rows [first, first + count) of m; tile (row / 16, column / 32), columns fastest.
+// Rows [first, first + count) of m: tile (row / 16, column / 32), columns fastest.
 inline void pack_rows(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
   const int64_t depth = tiles(columns, 32);
   for (int64_t r = 0; r < (count + 15) / 16 * 16; ++r) {
@@ -52,7 +52,7 @@ inline void pack_rows(const Rows& m, int64_t first, int64_t count, int64_t colum
   }
 }
 
-// Tile (row / 16, column / 32), columns fastest: row i of it holds the columns 2i and 2i + 1 of 16 rows.
+// Tile (row / 16, column / 32), columns fastest. Its row i holds columns 2i and 2i + 1 of 16 rows of m.
 inline void pack_columns(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
   const int64_t depth = tiles(columns, 32);
   for (int64_t t = 0; t < tiles(count, 16); ++t) {
@@ -70,7 +70,7 @@ inline void pack_columns(const Rows& m, int64_t first, int64_t count, int64_t co
   }
 }
 
-// Tile (row / 32, column / 16), columns fastest: row i of it holds the rows 2i and 2i + 1.
+// Tile (row / 32, column / 16), columns fastest. Its row i holds rows 2i and 2i + 1 of m.
 inline void pack_pairs(const Rows& m, int64_t first, int64_t count, int64_t columns, BFloat16* to) {
   for (int64_t t = 0; t < tiles(count, 32); ++t)
     for (int64_t c = 0; c < tiles(columns, 16); ++c)
@@ -79,8 +79,9 @@ inline void pack_pairs(const Rows& m, int64_t first, int64_t count, int64_t colu
                            load_pairs(m, first + t * 32 + 2 * i, first + count, c * 16, columns));
 }
 
-// Tile (row / 32, column / 16), columns fastest, `width` of them: its rows are 16 columns of m, each with 32 rows of m.
-// What is not finite becomes 0, for 0 times it would be NaN where a row is hidden; `bad`, one for every 32 rows, tells.
+// Tile (row / 32, column / 16), columns fastest, `width` of them. Its rows are 16 columns of m, each with 32 rows of m.
+// Numbers that are not finite become 0, because 0 times such a number would be NaN where a row is hidden; `bad`, one
+// flag for every 32 rows, marks them.
 inline void pack_transposed(const Rows& m, int64_t first, int64_t count, int64_t columns, int64_t width, BFloat16* to,
                             uint8_t* bad) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
@@ -104,8 +105,8 @@ inline void pack_transposed(const Rows& m, int64_t first, int64_t count, int64_t
 
 // ---- exp2 ----------------------------------------------------------------------------------------------------------
 
-// 2^x with a relative error of 3e-6, for results that are rounded to bfloat16 (4e-3): 2^x = 2^floor(x) p(x - floor(x)).
-// 0 at -inf.
+// 2^x = 2^floor(x) p(x - floor(x)) with a relative error of 3e-6, for results that are rounded to bfloat16 (4e-3). 0 at
+// -inf.
 SK_INLINE __m512 exp2_bf16(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
   __m512 p = _mm512_set1_ps(0x1.b7f738p-7f);

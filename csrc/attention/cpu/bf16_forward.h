@@ -1,25 +1,18 @@
-// The forward pass of one block of queries in bfloat16, on matrix tiles or by dot products.
+// The forward pass of one query block in bfloat16, on matrix tiles or by bf16 dot products.
 //
-// S^T = K Q^T is made a group (32 keys by 32 queries) at a time, weighted, and rounded to bfloat16 in the order that
-// the product O^T = V^T P^T wants: two vectors of scores, of consecutive keys, become one row of pairs.
+// S^T = K Q^T is computed a group (32 keys by 32 queries) at a time, weighted, and rounded to bfloat16 in the order of
+// the product O^T = V^T P^T: two vectors of scores, of consecutive keys, become one row of pairs.
 //
 //   P = 2^(c s - M),  M an integer per query,  c = scale log2 e
 //
-// M is only raised when a score exceeds it, which P tells (an entry of 2 or more, one bit in an OR of all entries): no
-// maximum is taken of the other groups, and none of this changes the result, for powers of two scale O, the sums and
-// waiting P without rounding. A query's M depends on its own scores only. O is divided by the sum of the rounded
+// M is raised only when a score exceeds it. P shows that: an entry of 2 or more, one bit in the OR of all entries. So
+// no other group needs a maximum. Raising M does not change the result: O, the sums and pending weights are scaled by
+// powers of two, without rounding. A query's M depends only on its own scores. O is divided by the sum of the rounded
 // weights, which halves the error where few keys have the weight; lse is made of the sum before rounding.
 //
-// On tiles the products of the next group, and of the last groups with the values, stand between the exponentials of a
-// group, so that the tile unit works beside them. While it does, floating-point vectors of 512 bits have one port
-// instead of two (measured, one Sapphire Rapids core): additions, polynomial and scaling of a vector of scores take 9
-// cycles, its products 4.6 at 64 columns and 9.2 at 128. Dot products have the ports of the exponentials: they come
-// first, and take 64 and 128 cycles of the 80 and 150 that a vector of scores needs in all (one Zen 4 core).
-//
-// Tried and lost, on tiles: runs of 4 groups instead of 8, for which O is loaded and stored twice as often (6 to 12%
-// slower at 128 columns); 1024 keys for one group of queries before the next (no faster); prefetching the next operands
-// (no faster); the conversion instruction with a permutation, for an integer addition, a shift and a blend (two slow
-// instructions for four cheap ones).
+// On tiles, the products of the next group, and those of earlier groups with the values, are interleaved with a group's
+// exponentials, so that the tile unit and the vector units work at the same time. Dot products use the same ports as
+// the exponentials, so they come first. Measurements: NOTES.md.
 #pragma once
 
 #include "bf16_products.h"
@@ -29,15 +22,15 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// A group, the groups that are weighted before their products with the values, and those over which one group of
-// queries goes before the next one does: their operands stay in L2.
+// The size of a group; the groups that are weighted before their products with the values; and the groups of keys that
+// one group of queries goes over before the next one does, while their operands stay in L2.
 constexpr int64_t kGroup = 32, kRunGroups = 8, kSuperGroups = 16;
 constexpr int64_t kQueryGroups = kBlockQ / kGroup;
-constexpr int64_t kSums = 256;  // of a tile of sums
-// The score that sets M gets the weight 2^-8 or less, and one of 2 or more raises M.
+constexpr int64_t kSums = 256;  // elements of a tile of sums
+// The score that sets M gets a weight of at most 2^-8; a score with a weight of 2 or more raises M.
 constexpr float kHeadroom = 8, kNoShift = 1e30f;
 
-// A count of tiles that the compiler knows, or not.
+// A number of tiles, known at compile time or not.
 template <int N>
 struct Known {
   constexpr operator int64_t() const { return N; }
@@ -49,7 +42,7 @@ struct Unknown {
 
 // ---- packed keys and values ----------------------------------------------------------------------------------------
 
-// Of one key head: K as rows, V transposed, both in whole groups; `bad` are the groups in which not all of V is finite.
+// Of one key head: K as rows, V transposed, both in whole groups. `bad` marks groups in which V is not all finite.
 struct PackedForward {
   int64_t key_depth, value_depth;
   BFloat16 *key, *value_t;
@@ -65,7 +58,7 @@ struct PackedForward {
   }
 };
 
-// `count` rows as right or left tiles, zeros up to whole groups.
+// `count` rows as right or left tiles, with zeros up to whole groups.
 template <class Pack>
 SK_INLINE void pack_groups(const Pack& pack, const Rows& m, int64_t first, int64_t count, int64_t columns,
                            BFloat16* to) {
@@ -128,8 +121,8 @@ inline void fill_mask(const AttentionSequence& s, int64_t q, int64_t k, GroupMas
 
 // ---- weights -------------------------------------------------------------------------------------------------------
 
-// 2^x with a relative error of 1.5e-7, two degrees more than the weights need: lse is float32. 2 or more exactly where
-// x is 1 or more: the polynomial is 1 at 0 and stays below 2.
+// 2^x with a relative error of 1.5e-7: two degrees more than the weights need, because lse is float32. 2 or more
+// exactly where x is 1 or more: the polynomial is 1 at 0 and stays below 2.
 SK_INLINE __m512 exp2_exact(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
   __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.8671305e-3f), r, _mm512_set1_ps(9.01703e-3f));
@@ -140,26 +133,27 @@ SK_INLINE __m512 exp2_exact(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-// Two vectors rounded to bfloat16, pair by pair: half a unit added as integers, which also holds for infinity and NaN.
+// Two vectors rounded to bfloat16 and interleaved as pairs: adds half of the last place as an integer, which is right
+// for infinity and NaN too.
 SK_INLINE __m512i round_pairs(__m512 low, __m512 high) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i a = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(low), half), 16);
   return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_add_epi32(_mm512_castps_si512(high), half));
 }
 
-// sum + the two numbers of each pair
+// sum + both numbers of each pair
 SK_INLINE __m512 add_pairs(__m512 sum, __m512i pairs) {
   const __m512i ones = _mm512_set1_epi32(0x3f803f80);
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(ones));
 }
 
-// To the nearest bfloat16, as a float: as round_pairs does it.
+// Rounds to the nearest bfloat16, as a float, as round_pairs does.
 SK_INLINE __m512 round_single(__m512 x) {
   const __m512i u = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   return _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// The state of 16 queries' softmax while a run of groups goes on.
+// The softmax state of 16 queries over a run of groups.
 struct Softmax {
   __m512 shift, sum, rounded;
   __m512i any;  // OR of all entries
@@ -228,7 +222,7 @@ class Bf16Forward {
   struct Pending {
     const BFloat16 *value, *weights;
     float* out;
-    int64_t group, count, done;  // done: of the nv columns of 2 tiles
+    int64_t group, count, done;  // done: how many of the nv columns of 2 tiles
   };
 
   void start() {
@@ -288,8 +282,8 @@ class Bf16Forward {
     weigh_scores<masked>(scores + 16 * kGroup + 16, c, mask.seen[1] + 16, h[1], weights + kTileElements + 256);
   }
 
-  // Weighs a group that nothing hides. What the products beside it make: the scores of the next group where there is
-  // one, and up to `outputs_end` the columns that are waiting.
+  // Weighs a group without hidden entries. Beside says what the interleaved products compute: the next group's scores,
+  // if there is one, and the pending output columns up to `outputs_end`.
   struct Beside {
     const BFloat16 *rows, *columns;  // of the next group's scores
     float* scores;
@@ -348,8 +342,8 @@ class Bf16Forward {
     _mm512_store_ps(t_.rounded_sum + q, h.rounded);
   }
 
-  // Raises M where the group's scores ask for it: exactly where a weight is 2 or more, so that it makes no difference
-  // to a query whether its neighbours made this run. Scales all that was weighted with the old one.
+  // Raises M where the group's scores require it: exactly where a weight is 2 or more, so that a query's result does
+  // not depend on whether its neighbours caused this call. Rescales everything weighted with the old M.
   __attribute__((noinline)) void raise(const float* scores, __m512 c, const GroupMask* mask, int64_t group,
                                        Softmax (&h)[2], BFloat16* weights, int64_t count,
                                        const Pending& pending) const {
@@ -358,7 +352,7 @@ class Bf16Forward {
       for (int64_t k = 0; k < kGroup; ++k) {
         const __m512 s = _mm512_load_ps(scores + k * kGroup + 16 * half);
         const __mmask16 seen = mask ? mask->seen[half][k] : static_cast<__mmask16>(0xffff);
-        top = _mm512_mask_max_ps(top, seen, _mm512_mul_ps(s, c), top);  // of a NaN and a number the number
+        top = _mm512_mask_max_ps(top, seen, _mm512_mul_ps(s, c), top);  // of NaN and a number, the number
         over = _mm512_mask_max_ps(over, seen, _mm512_fmadd_ps(s, c, h[half].shift), over);
       }
       const __mmask16 up = _mm512_cmp_ps_mask(over, _mm512_set1_ps(1), _CMP_GE_OQ);
@@ -370,7 +364,7 @@ class Bf16Forward {
       h[half].shift = _mm512_mask_mov_ps(h[half].shift, up, next);
       h[half].sum = _mm512_mul_ps(h[half].sum, factor);
       h[half].rounded = _mm512_mul_ps(h[half].rounded, factor);
-      if (fresh) continue;  // all of that is still 0
+      if (fresh) continue;  // everything is still 0
       for (int64_t v = 0; v < 2 * nv_; ++v)
         for (int64_t i = 0; i < 16; ++i) {
           float* out = t_.out + ((group * 2 * nv_ + v) * 2 + half) * kSums + 16 * i;
@@ -394,7 +388,7 @@ class Bf16Forward {
       }
   }
 
-  // Values that are not finite were packed as 0: they reach only who gives them a weight.
+  // Values that are not finite were packed as 0. This adds them to the queries that give them a weight.
   __attribute__((noinline)) void add_bad_values(int64_t key_group, int64_t group, const BFloat16* weights) const {
     for (int64_t k = 0; k < min(kGroup, band_.keys - key_group * kGroup); ++k) {
       const BFloat16* row = at<BFloat16>(p_.value, key_group * kGroup + k);
@@ -412,7 +406,7 @@ class Bf16Forward {
   }
   SK_INLINE static float as_float(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-  // The same with all options: the tile is modified and weighted in place.
+  // The same with options: the tile is modified and weighted in place.
   void weigh_options(float* scores, int64_t key_group, int64_t group, const GroupMask* mask, Softmax (&h)[2],
                      BFloat16* weights, int64_t count, const Pending& pending) const {
     const int64_t k0 = key_group * kGroup, keys = min(kGroup, band_.keys - k0), first = group * kGroup;
@@ -431,7 +425,7 @@ class Bf16Forward {
         __m512 x = exp2_exact(_mm512_fmadd_ps(_mm512_load_ps(at), c, h[half].shift));
         if (mask) x = _mm512_maskz_mov_ps(mask->seen[half][k], x);
         h[half].sum = _mm512_add_ps(h[half].sum, x);
-        if (s_.dropout.active) {  // of all entries, kept or not, as they will be rounded
+        if (s_.dropout.active) {  // the sum is of all entries, kept or dropped, rounded
           x = round_single(x);
           h[half].rounded = _mm512_add_ps(h[half].rounded, x);
         }
@@ -439,7 +433,7 @@ class Bf16Forward {
       }
     }
     if (s_.dropout.active) {
-      Dropout unscaled = s_.dropout;  // the scale would be rounded with each weight: it waits for the end
+      Dropout unscaled = s_.dropout;  // scaled at the end: else the scale would be rounded with each weight
       unscaled.scale = 1;
       drop(unscaled, *t_.lanes, k0, part, scores - first, kGroup);
     }
@@ -530,7 +524,7 @@ class Bf16Forward {
     }
     outputs(pending, nv);
   }
-  // Whether no query of the group has met a key: M will be raised, weights would be made twice.
+  // Whether no query of the group has met a key yet. Then M will be raised, and weights would be computed twice.
   SK_INLINE static bool is_new(const Softmax (&h)[2]) { return is_new(h[0]) && is_new(h[1]); }
   SK_INLINE static bool is_new(const Softmax& h) {
     return _mm512_cmp_ps_mask(h.shift, _mm512_set1_ps(kNoShift), _CMP_NEQ_UQ) == 0;
@@ -539,7 +533,7 @@ class Bf16Forward {
     return _mm512_test_epi32_mask(_mm512_or_si512(h[0].any, h[1].any), _mm512_set1_epi32(0x40000000)) != 0;
   }
 
-  // What a sink starts M and the sums with.
+  // The initial M and sums with a sink.
   struct Sink {
     float score, shift, weight;
   };
@@ -550,8 +544,8 @@ class Bf16Forward {
     return {score, shift, __builtin_exp2f(log2 + shift)};
   }
 
-  // Whether M came out right for a query: it does not for scores beyond 2^31, nor for those below -1e30 (masks of the
-  // smallest float), whose sums show it.
+  // Whether a query's M is usable. It is not for scores beyond 2^31, nor below -1e30 (masks of the smallest float); the
+  // query's sum shows that.
   bool is_sound(int64_t q) const {
     const float sum = t_.sum[q];
     if (sum > 0 && sum <= 3e38f) return true;
@@ -563,11 +557,11 @@ class Bf16Forward {
     const Sink sink = first_sink();
     bool sound = true;
     for (int64_t q = 0; q < queries_; ++q) sound &= is_sound(q);
-    if (!sound) forward_block<BFloat16>(p_, q0_ / kBlockQ, careful_memory_);  // for those rows; the others follow below
+    if (!sound) forward_block<BFloat16>(p_, q0_ / kBlockQ, careful_memory_);  // for these rows; the others follow below
     float* lse = static_cast<float*>(p_.lse) + q0_;
     for (int64_t q = 0; q < queries_; ++q) {
       if (!is_sound(q)) continue;
-      // No key, or none that counts: the sink as it is, -inf without one.
+      // No key, or none that counts: lse is the sink's score, or -inf without a sink.
       const bool alone = t_.sum[q] == sink.weight && t_.shift[q] == sink.shift;
       lse[q] = alone ? sink.score
                      : static_cast<float>(__builtin_log(static_cast<double>(t_.sum[q])) -
@@ -602,11 +596,11 @@ class Bf16Forward {
   const int64_t q0_, queries_, groups_;
   const bool options_, modified_;
   void* const careful_memory_;
-  Range seen_[kQueryGroups];  // groups of keys that a group of queries sees
+  Range seen_[kQueryGroups];  // the groups of keys that a group of queries sees
   int64_t seen_begin_ = 0, seen_end_ = 0;
 };
 
-// The tiles' memory, and that of the float kernel for rows that need it.
+// Scratch of the tiles, and of the float kernel for rows that need it.
 inline int64_t forward_scratch(const AttentionShape& s) {
   return ForwardTiles(s, nullptr).bytes + ForwardScratch<float>(s, nullptr).bytes;
 }

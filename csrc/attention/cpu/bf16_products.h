@@ -1,11 +1,9 @@
-// Products of attention in bfloat16, sums in float32: on matrix tiles (AMX), or by dot products of pairs (AVX512-BF16).
+// Attention's products in bfloat16 with float32 sums: on matrix tiles (AMX), or by bf16 dot products (AVX512-BF16).
 // Both take the same operands (bf16.h).
 //
-// VDPBF16PS adds to 16 floats the two products of each of 16 pairs: a row of a right tile times a pair of a left tile's
-// row, which is read as if it were a float, to all lanes. 16 accumulators hide its 6 cycles, at one a cycle (Zen 4): 4
-// rows of 4 tiles of columns, which run at 0.95 of that in L1, less what a short sum loses at its ends. Tried and lost:
-// 8 rows of 2 tiles, 6 of 4 and 12 of 2 (no faster); pairs as memory operands (no faster); addresses of rows whose
-// distance the compiler does not know (2%).
+// VDPBF16PS adds both products of each of 16 pairs to 16 floats. A row of a right tile is multiplied by a pair of a
+// left tile's row, which is broadcast as if it were a float. The register tile is 4 rows by 4 column tiles: 16
+// accumulators hide the latency of 6 cycles at one instruction a cycle (Zen 4). Alternatives that lost are in NOTES.md.
 #pragma once
 
 #include "bf16.h"
@@ -18,7 +16,7 @@ namespace {
 #if defined(__AMX_BF16__)
 // ---- matrix tiles --------------------------------------------------------------------------------------------------
 
-// An element of C does not depend on the tiles beside its own.
+// An element of C does not depend on the other tiles.
 inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
                      int64_t ldc, bool accumulate) {
   for (int64_t n = 0; n < column_tiles; n += 2) {
@@ -38,7 +36,7 @@ inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, con
   }
 }
 
-// The same where C ends after `rows` rows: the last tile takes a detour.
+// The same where C ends after `rows` rows: the last tile goes through scratch.
 inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, const Tiles& a, const Tiles& b, float* c,
                           int64_t ldc, bool accumulate) {
   const int64_t whole = rows / 16, rest = rows % 16;
@@ -53,7 +51,7 @@ inline void multiply_rows(int64_t rows, int64_t column_tiles, int64_t steps, con
   }
 }
 
-// Scores of a group, (32, 32), in tiles 0 to 3: zero, the steps [from, to) of K Q^T, and to memory.
+// A group's scores, (32, 32), in tiles 0 to 3: begin zeroes them, add adds steps [from, to) of K Q^T, end stores them.
 SK_INLINE void scores_begin() {
   _tile_zero(0);
   _tile_zero(1);
@@ -80,7 +78,7 @@ SK_INLINE void scores_end(float* scores) {
   SK_TILE_STORE(3, scores + 16 * 32 + 16, 4 * 32);
 }
 
-// The same at once.
+// The three together.
 SK_INLINE void scores_product(const BFloat16* key, const BFloat16* query, int64_t depth, float* scores) {
   scores_begin();
   scores_add(key, query, depth, 0, depth);
@@ -110,7 +108,7 @@ SK_INLINE void out_end(float* out) {
   SK_TILE_STORE(6, out + 2 * 256, 64);
   SK_TILE_STORE(7, out + 3 * 256, 64);
 }
-// The same at once, over `groups` groups of 32 keys, those of V `value_stride` elements apart.
+// The three together, over `groups` groups of 32 keys, whose V are `value_stride` elements apart.
 SK_INLINE void out_product(const BFloat16* value_t, int64_t value_stride, const BFloat16* weights, int64_t groups,
                            float* out) {
   out_begin(out);
@@ -126,8 +124,8 @@ class TileConfiguration {
   TileConfiguration() {}
 };
 
-// C (+)= A B for R rows, from row `row` of A's first tile on, and N tiles of columns, those of C `c_tile` apart. STRIDE
-// is that of A, known to the compiler: the addresses of R rows are then one register and constants.
+// C (+)= A B for R rows, from row `row` of A's first tile on, and N column tiles; C's are `c_tile` apart. A's stride
+// STRIDE is known to the compiler: the addresses of R rows are then one register and constants.
 template <int R, int N, int STRIDE>
 SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles& b, float* c, int64_t ldc,
                          int64_t c_tile, bool accumulate) {
@@ -159,7 +157,7 @@ SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles
     for (int n = 0; n < N; ++n) _mm512_storeu_ps(c + r * ldc + n * c_tile, sum[r][n]);
 }
 
-// R rows at a time of N tiles of columns, then row by row.
+// N column tiles for all rows: R rows at a time, the rest one by one.
 template <int R, int N, int STRIDE>
 SK_INLINE void dot_columns(int64_t rows, int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc,
                            bool accumulate) {
@@ -190,12 +188,12 @@ inline void multiply(int64_t row_tiles, int64_t column_tiles, int64_t steps, con
   multiply_rows(row_tiles * 16, column_tiles, steps, a, b, c, ldc, accumulate);
 }
 
-// Scores of a group, (32, 32): K Q^T.
+// A group's scores, (32, 32): K Q^T.
 SK_INLINE void scores_product(const BFloat16* key, const BFloat16* query, int64_t depth, float* scores) {
   dot_columns<8, 2, 64>(32, depth, {key, depth * kTileBytes, kTileBytes}, {query, depth * kTileBytes, kTileBytes},
                         scores, 32, false);
 }
-// O^T, 32 columns of V by 32 queries in four tiles, += V^T P^T over `groups` groups of 32 keys, those of V
+// O^T, 32 columns of V by 32 queries in four tiles, += V^T P^T over `groups` groups of 32 keys, whose V are
 // `value_stride` elements apart.
 SK_INLINE void out_product(const BFloat16* value_t, int64_t value_stride, const BFloat16* weights, int64_t groups,
                            float* out) {

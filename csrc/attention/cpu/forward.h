@@ -1,4 +1,4 @@
-// The forward pass of one block of queries: an online softmax over the tiles that it sees.
+// The forward pass of one query block: an online softmax over its visible tiles.
 #pragma once
 
 #include "scores.h"

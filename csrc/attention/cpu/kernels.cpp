@@ -3,32 +3,27 @@
 //   S = scale Q K^T,  P = softmax(S),  O = P V                                                     Vaswani et al. 2017
 //   m' = max(m, max S_j),  l' = l exp(m - m') + sum exp(S_j - m'),  O' = O exp(m - m') + exp(S_j - m') V_j
 //       over the blocks j of keys, and at the end O / l, lse = m + log l                  Milakov & Gimelshein 2018
-//   P = exp(S - lse), lse not rounded (attention.h),  delta = rowsum(dO O),  dV = P^T dO,  dS = P (dO V^T - delta +
-//   dlse), dK = scale dS^T Q,  dQ = scale dS K                          Dao et al. 2022 (and, for the work partition,
-//   Dao 2023)
+//   P = exp(S - lse), lse not rounded (attention.h),  delta = rowsum(dO O),  dV = P^T dO,
+//       dS = P (dO V^T - delta + dlse),  dK = scale dS^T Q,  dQ = scale dS K
+//                                                        Dao et al. 2022 (and, for the work partition, Dao 2023)
 //
-// A work item is a block of kBlockQ queries of one head. It goes over the keys that it sees in tiles of kBlockK; no
-// score outlives its tile, so memory is O(N). What is done once an item (transposing and converting Q and dO) is paid
-// for by all its tiles.
+// A work item is a block of kBlockQ queries of one head. It goes over the keys that it sees in tiles of kBlockK. No
+// score outlives its tile, so memory is O(N). Work done once an item (transposing and converting Q and dO) is amortised
+// over all its tiles.
 //
-// Scores are held transposed, keys by queries. The maximum, the sum, lse and delta are then vectors over the queries:
-// the softmax has no reduction inside a vector and no scalar step. And gemm.h reads its left operand element by element
-// with any strides, its right one by rows, so that K and V are never packed or transposed: S^T = K Q^T and dP^T = V
-// dO^T read them as left operands, O = P V and dQ = dS K as rows, in place where the type and the width allow it.
+// Scores are stored transposed, keys by queries. The maximum, the sum, lse and delta are then vectors over the queries,
+// and the softmax needs no reduction inside a vector and no scalar step. gemm.h reads its left operand element by
+// element with any strides, and its right operand by rows, so K and V are never packed or transposed. S^T = K Q^T and
+// dP^T = V dO^T read them as left operands, O = P V and dQ = dS K as rows, in place where type and width allow it.
 //
-// Tiles that the diagonal crosses are cut into strips: half their products fall away.
+// Tiles that the diagonal crosses are cut into strips, which saves half their products.
 //
-// The backward pass makes the five products once. dQ belongs to the item; dK and dV of a key block are summed over the
-// items in a fixed order, each waiting for its turn (attention.cpp), so that one head of one batch keeps every core
-// busy and the bits do not depend on the number of threads. With the roles exchanged, a key block as the item and dQ
-// shared, the sums kept in memory would grow with the query heads instead of the shared key heads.
+// The backward pass computes each of the five products once. dQ belongs to the item. dK and dV of a key block are
+// summed over the items in a fixed order, and each item waits for its turn (attention.cpp): a single head keeps every
+// core busy, and the bits do not depend on the number of threads. With the roles exchanged (a key block as the item, dQ
+// shared), the sums in memory would grow with the query heads instead of the shared key heads.
 //
-// Tried and lost: kBlockQ 64 (backward 12% slower at D128: K, V, dK and dV come from L3 twice as often) and 192 (no
-// faster); kBlockK 128 (no faster); transposed tiles with rows of 128 floats (a power of two: at D128 they share a few
-// sets of L1, and the forward pass took 12%, the backward pass 19% longer); transposing Q and dO in registers (0.7% of
-// the forward pass; masks, which are as large as the scores, are transposed so). On AVX2, where the products run at 0.8
-// of the multiply-adds' peak, without a difference: products in blocks of 30 or 48 rows that L1 holds, kBlockQ 96,
-// kBlockK 32, the next columns of P asked for ahead.
+// Block sizes are by measurement (NOTES.md).
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
@@ -47,11 +42,11 @@ int64_t bytes_of(const AttentionShape& s) {
 void forward(const AttentionForward& p, int64_t query_block, void* scratch) {
   SK_DISPATCH(p.shape.dtype, forward_block<T>(p, query_block, scratch));
 }
-void few_forward(const AttentionForward& p, int64_t chunk, void* partial, void* scratch) {
-  SK_DISPATCH(p.shape.dtype, few_chunk<T>(p, chunk, partial, scratch));
+void decode_forward(const AttentionForward& p, int64_t chunk, void* partial, void* scratch) {
+  SK_DISPATCH(p.shape.dtype, decode_chunk<T>(p, chunk, partial, scratch));
 }
-void few_combine(const AttentionForward& p, const void* partials, int64_t chunks) {
-  SK_DISPATCH(p.shape.dtype, few_combine_rows<T>(p, partials, chunks));
+void decode_combine(const AttentionForward& p, const void* partials, int64_t chunks) {
+  SK_DISPATCH(p.shape.dtype, decode_combine_rows<T>(p, partials, chunks));
 }
 void backward_begin(const AttentionBackward& p, int64_t query_block, void* scratch) {
   SK_DISPATCH(p.shape.dtype, begin_block<T>(p, query_block, scratch));
@@ -88,12 +83,12 @@ const AttentionKernels attention_kernels = {
     .forward_scratch = bytes_of<ForwardScratch>,
     .backward_scratch = bytes_of<BackwardScratch>,
     .forward = forward,
-    .few_rows = kFewRows,
-    .few_keys = kFewKeys,
-    .few_scratch = bytes_of<FewScratch>,
-    .few_partial = bytes_of<FewPartial>,
-    .few_forward = few_forward,
-    .few_combine = few_combine,
+    .decode_rows = kDecodeRows,
+    .decode_keys = kDecodeKeys,
+    .decode_scratch = bytes_of<DecodeScratch>,
+    .decode_partial = bytes_of<DecodePartial>,
+    .decode_forward = decode_forward,
+    .decode_combine = decode_combine,
     .backward_begin = backward_begin,
     .backward_scores = backward_scores,
     .backward_keys = backward_keys,

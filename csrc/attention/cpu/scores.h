@@ -1,10 +1,10 @@
-// What happens to a tile of scores between its products, in the accumulation type: softcap, bias, softmax, dropout, and
-// the way back. Every tier and every variant of the attention kernels calls these same functions.
+// The passes over a tile of scores between its products, in the accumulation type: softcap, bias, softmax, dropout, and
+// their gradients. Every tier and variant of the attention kernels calls these functions.
 //
-// A tile is held transposed: entry (key k, lane q) lies at tile[k * stride + q]. A lane is one query of one head; what
-// the functions must know of it is in Lanes. They work on a part of a tile whose lanes are whole vectors; what they
-// write to lanes beyond the queries is finite and means nothing. Nothing here knows the band: hidden entries are the
-// caller's to overwrite.
+// A tile is stored transposed: entry (key k, lane q) is tile[k * stride + q]. A lane is one query of one head; Lanes
+// holds what the functions need to know of it. They work on a part of a tile, whose lanes are whole vectors. In lanes
+// beyond the queries they write finite numbers without meaning. They do not know the band: the caller overwrites hidden
+// entries.
 #pragma once
 
 #include "philox.h"
@@ -25,10 +25,10 @@ template <class A>
 struct Lanes {
   alignas(64) A position[kMaxLanes];  // among the keys
   alignas(64) A slope[kMaxLanes];
-  alignas(64) uint32_t row_low[kMaxLanes], row_high[kMaxLanes];  // of the dropout
+  alignas(64) uint32_t row_low[kMaxLanes], row_high[kMaxLanes];  // the dropout's row
   const void* mask[kMaxLanes];                                   // element of key 0
   int64_t queries, mask_key_stride;
-  bool one_mask;  // the same row of the mask for all
+  bool one_mask;  // all lanes have the same row of the mask
 };
 
 SK_INLINE bool modified(const AttentionShape& s) { return s.softcap != 0 || s.alibi || s.mask != MaskType::none; }
@@ -42,7 +42,7 @@ SK_INLINE int64_t mask_size(MaskType type) {
   }
 }
 
-// Lanes [at, at + count) become the queries [q0, q0 + count) of head `head`; the last call's `at` is the largest.
+// Makes lanes [at, at + count) the queries [q0, q0 + count) of head `head`; the last call has the largest `at`.
 template <class A>
 void fill_lanes(const AttentionShape& shape, const AttentionSequence& s, const AttentionBias& bias, int64_t head,
                 int64_t q0, int64_t count, int64_t at, Lanes<A>* lanes) {
@@ -74,7 +74,7 @@ void fill_lanes(const AttentionShape& shape, const AttentionSequence& s, const A
 
 // ---- bias ----------------------------------------------------------------------------------------------------------
 
-// A vector of mask elements as what is added to the scores; those from n on are anything.
+// A vector of mask elements as a term of the scores; lanes from n on are undefined.
 template <class A, class M>
 SK_INLINE Vec<A> load_bias(const M* p, int64_t n) {
   n = min(n, W<A>);
@@ -99,7 +99,7 @@ SK_INLINE A one_bias(const M* p) {
   return load_bias<A>(p, 1)[0];
 }
 
-// Runs a statement with `M` bound to the element type of a mask that goes with accumulators A.
+// Runs a statement with `M` bound to the element type of a mask for accumulators A.
 #define SK_DISPATCH_MASK(type, A, ...)     \
   do {                                     \
     if (type == MaskType::boolean) {       \
@@ -170,7 +170,7 @@ bool all_hidden(const Lanes<A>& lanes, int64_t k0, int64_t begin, int64_t end) {
   return true;
 }
 
-// Whether the mask hides the keys [begin, end) of a tile from all lanes: then there is nothing to compute.
+// Whether the mask hides keys [begin, end) of a tile from all lanes: then there is nothing to compute.
 template <class A>
 SK_INLINE bool mask_hides_tile(const AttentionShape& s, const Lanes<A>& lanes, int64_t k0, int64_t begin, int64_t end) {
   if (s.mask == MaskType::none) return false;
@@ -179,8 +179,8 @@ SK_INLINE bool mask_hides_tile(const AttentionShape& s, const Lanes<A>& lanes, i
   return hidden;
 }
 
-// z = softcap tanh(s / softcap) - slope |position - key| + mask, in place. `k0` is key 0's index; `derivative`, a tile
-// like the scores, becomes dz/ds where it is not null and there is a softcap.
+// z = softcap tanh(s / softcap) - slope |position - key| + mask, in place. `k0` is the index of key 0. With a softcap,
+// `derivative`, a tile like the scores or null, becomes dz/ds.
 template <class A>
 void modify_scores(const AttentionShape& s, const Lanes<A>& lanes, int64_t k0, const Part& part, A* tile,
                    int64_t stride, A* derivative = nullptr) {
@@ -192,7 +192,7 @@ void modify_scores(const AttentionShape& s, const Lanes<A>& lanes, int64_t k0, c
         const Vec<A> score = load(tile + at);
         Vec<A> x = score * inverse, slope;
         if (sizeof(A) == 8) x = score / cap;
-        else x += inverse * (score - cap * x);  // the quotient to its last bit, where multiply-adds are fused
+        else x += inverse * (score - cap * x);  // exact quotient, if multiply-adds are fused
         store(tile + at, cap * tanh<A>(x, slope));
         if (derivative) store(derivative + at, slope);
       }
@@ -248,8 +248,8 @@ SK_INLINE L log_sum_exp(A most, A sum) {
   return sum == 0 ? -kInfinity<L> : static_cast<L>(static_cast<double>(most) + __builtin_log(static_cast<double>(sum)));
 }
 
-// scores = P = exp(scores - lse), grad_scores = dz = P * (dP - delta + dlse). lse comes rounded, and beside it what
-// that took away, or null: the difference of a large score from a large lse has no error.
+// scores = P = exp(scores - lse), grad_scores = dz = P * (dP - delta + dlse). lse comes rounded, with its rounding
+// error separately, or null: so a large score minus a large lse has no error.
 template <class A, int NV>
 SK_INLINE void score_gradients(A* scores, A* grad_scores, int64_t stride, int64_t keys, const A* lse,
                                const A* remainder, const A* delta, const A* grad_lse) {
@@ -273,7 +273,7 @@ SK_INLINE void score_gradients(A* scores, A* grad_scores, int64_t stride, int64_
 // ---- dropout -------------------------------------------------------------------------------------------------------
 
 // Calls body(k, q, keep) for every key and every vector of lanes of a part. Four consecutive keys share a counter, and
-// each lane has its row: no word changes its place.
+// each lane has its own row: the random words need no shuffle.
 template <class A, class Body>
 SK_INLINE void for_kept(const Dropout& dropout, const Lanes<A>& lanes, int64_t k0, const Part& part, const Body& body) {
   for (int64_t q = part.first; q < part.last; q += W<float>) {
@@ -300,7 +300,7 @@ SK_INLINE void for_kept(const Dropout& dropout, const Lanes<A>& lanes, int64_t k
   }
 }
 
-// tile = kept entries times 1 / (1 - p), and 0
+// tile = kept entries times 1 / (1 - p), others 0
 template <class A>
 void drop(const Dropout& dropout, const Lanes<A>& lanes, int64_t k0, const Part& part, A* tile, int64_t stride) {
   const A scale = static_cast<A>(dropout.scale);
@@ -310,7 +310,7 @@ void drop(const Dropout& dropout, const Lanes<A>& lanes, int64_t k0, const Part&
   });
 }
 
-// The factors by which `drop` multiplies: `kept` is a tile like the scores.
+// The factors of `drop`; `kept` is a tile like the scores.
 template <class A>
 void drop_factors(const Dropout& dropout, const Lanes<A>& lanes, int64_t k0, const Part& part, A* kept,
                   int64_t stride) {

@@ -1,5 +1,5 @@
-// A tile of attention scores: which of its entries are visible, in which strips it is computed, and how rows of inputs
-// become operands of its products. Scores are held transposed, keys by queries.
+// A tile of attention scores: its visible entries, the strips in which it is computed, and rows of inputs as operands
+// of its products. Scores are stored transposed, keys by queries.
 #pragma once
 
 #include "attention/attention.h"
@@ -10,15 +10,15 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// BLOCK_Q queries by BLOCK_K keys; a variant may define its own before it includes this.
+// BLOCK_Q queries by BLOCK_K keys; a variant may define its own before including this file.
 #if defined(SK_BLOCK_Q)
 constexpr int64_t kBlockQ = SK_BLOCK_Q, kBlockK = SK_BLOCK_K;
 #else
 constexpr int64_t kBlockQ = 128, kBlockK = 64;
 #endif
-// From one row of a transposed tile to the next: no power of two, whose rows would share a few sets of the cache.
+// Row stride of a transposed tile: not a power of two, whose rows would share a few sets of the cache.
 constexpr int64_t kLaneStride = kBlockQ + 16;
-// Tiles that an edge of the band crosses are computed in strips of so many rows, each as wide as it needs to be.
+// Rows of a strip. A tile that the band's edge crosses is computed in strips, each only as wide as needed.
 constexpr int64_t kStrip = 16;
 
 SK_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -43,8 +43,8 @@ SK_INLINE T* at(const MutableRows& rows, int64_t row) {
   return static_cast<T*>(rows.data) + row * rows.stride;
 }
 
-// `count` rows as accumulators whose rows can be read in whole vectors: in place where they already are, else converted
-// into `scratch` and padded with zeros.
+// `count` rows as accumulators, readable in whole vectors: in place where possible, else converted into `scratch` and
+// padded with zeros.
 template <class T, class A = acc_t<T>>
 SK_INLINE Tile<A> padded_rows(const T* rows, int64_t stride, int64_t count, int64_t columns, A* scratch) {
   if constexpr (sizeof(T) == sizeof(A)) {
@@ -67,7 +67,7 @@ SK_INLINE Tile<A> plain_rows(const T* rows, int64_t stride, int64_t count, int64
   }
 }
 
-// to[c, r] = rows[r, c] * factor: (columns, to_stride), the lanes from `count` to `lanes` zero.
+// to[c, r] = rows[r, c] * factor: (columns, to_stride); lanes from `count` to `lanes` are zero.
 template <class T, class A = acc_t<T>>
 void transpose(const T* rows, int64_t stride, int64_t count, int64_t lanes, int64_t columns, A factor, A* to,
                int64_t to_stride = kLaneStride) {
@@ -80,7 +80,7 @@ void transpose(const T* rows, int64_t stride, int64_t count, int64_t lanes, int6
   }
 }
 
-// Rows of accumulators times a factor, as T.
+// Stores rows of accumulators times a factor, as T.
 template <class T, class A>
 SK_INLINE void write_rows(const A* from, int64_t stride, int64_t rows, int64_t columns, A factor, T* to,
                           int64_t to_stride) {
@@ -89,12 +89,12 @@ SK_INLINE void write_rows(const A* from, int64_t stride, int64_t rows, int64_t c
       store_upto(to + r * to_stride + c, load(from + r * stride + c) * factor, columns - c);
 }
 
-// One (query block, key block) tile.
+// The tile of one query block and one key block.
 struct Geometry {
   int64_t q0, queries;      // of the block
   int64_t lanes;            // queries rounded up to whole vectors
-  int64_t k0, begin, keys;  // of the block; any of its queries sees only keys in [begin, keys)
-  int64_t low, high;        // query q of the block sees the keys q + low <= k <= q + high of the block
+  int64_t k0, begin, keys;  // of the block; its queries see only keys in [begin, keys)
+  int64_t low, high;        // query q of the block sees keys q + low <= k <= q + high
   bool crossed;             // not every query sees every key
   // The keys that a query sees.
   SK_INLINE int64_t first_key(int64_t q) const { return clamp(q + low, 0, keys); }
@@ -122,15 +122,15 @@ struct Part {
   int64_t begin, end, first, last;
 };
 
-// The strip of a crossed tile that begins at key k, as wide as the queries that see any of its keys; first >= last
-// where none does.
+// The strip of a crossed tile that begins at key k, as wide as the queries that see any of its keys; first >= last if
+// none does.
 SK_INLINE Part strip(const Geometry& g, int64_t k) {
   const int64_t end = min(k + kStrip, g.keys);
   return {k, end, max(0, k - g.high) / kStrip * kStrip,
           clamp((end - g.low + kStrip - 1) / kStrip * kStrip, 0, g.lanes)};
 }
 
-// Calls body(part): the whole tile, or its strips of keys where an edge crosses it.
+// Calls body(part) for the whole tile, or for its strips of keys if the band's edge crosses it.
 template <class Body>
 SK_INLINE void for_key_strips(const Geometry& g, const Body& body) {
   if (!g.crossed) {
@@ -143,7 +143,7 @@ SK_INLINE void for_key_strips(const Geometry& g, const Body& body) {
   }
 }
 
-// Calls body(query_begin, query_end, key_begin, key_end): queries, and the keys that any of them sees.
+// Calls body(query_begin, query_end, key_begin, key_end) for strips of queries and the keys that any of them sees.
 template <class Body>
 SK_INLINE void for_query_strips(const Geometry& g, const Body& body) {
   if (!g.crossed) {
@@ -160,7 +160,7 @@ template <int N>
 struct Vectors {
   static constexpr int count = N;
 };
-// Calls body(Vectors<n>, query) for the queries [begin, end), as many vectors at a time as the registers allow.
+// Calls body(Vectors<n>, query) for queries [begin, end), with as many vectors at a time as the registers allow.
 template <class A, class Body>
 SK_INLINE void for_lanes(int64_t begin, int64_t end, const Body& body) {
   int64_t q = begin;
@@ -168,7 +168,7 @@ SK_INLINE void for_lanes(int64_t begin, int64_t end, const Body& body) {
   for (; q < end; q += W<A>) body(Vectors<1>{}, q);
 }
 
-// Overwrites what the queries of a part do not see.
+// Overwrites the hidden entries of a part.
 template <class A>
 SK_INLINE void hide(const Geometry& g, const Part& part, A value, A* tile, int64_t stride = kLaneStride) {
   if (!g.crossed) return;
@@ -185,8 +185,9 @@ SK_INLINE void products(const Part& part, Tile<A> rows, int64_t dim, const A* co
           columns + part.first, kLaneStride, scores + part.begin * kLaneStride + part.first, kLaneStride, false);
 }
 
-// out[q, c] (+)= sum_k tile[k, q] rows[k, c]. A hidden entry of the tile is 0, but 0 times a NaN is NaN: where an edge
-// crosses, the queries of a strip take together the keys that all of them see, and the others one by one.
+// out[q, c] (+)= sum_k tile[k, q] rows[k, c]. A hidden entry of the tile is 0, but 0 times NaN is NaN. So where the
+// band's edge crosses the tile, a strip's queries take together the keys that all of them see, and the other keys one
+// query at a time.
 template <class A>
 SK_INLINE void add_seen(const Geometry& g, const A* tile, Tile<A> rows, int64_t width, bool accumulate, A* out) {
   for_query_strips(g, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
@@ -210,7 +211,7 @@ SK_INLINE void add_seen(const Geometry& g, const A* tile, Tile<A> rows, int64_t 
 
 template <class A>
 SK_INLINE bool all_finite(Tile<A> rows, int64_t count, int64_t columns) {
-  Vec<A> sum = {};  // 0, or NaN
+  Vec<A> sum = {};  // 0, or NaN if a number is not finite
   for (int64_t r = 0; r < count; ++r)
     for (int64_t c = 0; c < columns; c += W<A>) {
       const Vec<A> x = load(rows.data + r * rows.stride + c);

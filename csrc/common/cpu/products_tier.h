@@ -1,5 +1,5 @@
-// The products' entry points (products.h), for the types that a translation unit is made for: all of them
-// (products.cpp), or bfloat16 with operands in pairs (products_bf16.cpp).
+// The products' entry points (products.h), for the dtypes of a translation unit: all of them (products.cpp), or
+// bfloat16 with operands of pairs (products_bf16.cpp).
 #pragma once
 
 #include "few_rows.h"
@@ -38,8 +38,7 @@ void multiply(const Product& p, int64_t item, void* scratch) {
   multiply_tiles_item(p, item, static_cast<float*>(scratch));
 }
 #else
-// Smaller blocks where there are few, so that the threads end together: with 32 items a thread instead of 8 two busy
-// cores take 1 to 7 % less time, two idle ones 0 to 2 %.
+// Smaller blocks where there are few of them, so that the threads end together (NOTES.md).
 int64_t cut(Product& p, int64_t threads) {
   const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
   const auto items = [&] { return blocks(p.rows, p.block_rows) * blocks(p.columns, p.block_columns); };

@@ -5,12 +5,9 @@
 //   gelu:       a = g P(g),          a' = P + g p,                P, p the normal distribution and density
 //   gelu_tanh:  a = g s(2 v(g)),     a' = s + 2 g s (1 - s) v',   v = sqrt(2 / pi) (g + 0.044715 g^3)
 //
-// 0.5 (1 + tanh v) is s(2 v), without the cancellation that 1 + tanh has where v is negative. 1 - s is found as
-// exp(-x) s, and P of a negative g without a subtraction: both tails keep their relative accuracy. At minus infinity
-// a is NaN, as torch's is.
-//
-// Of the roofline, from memory on a Zen 3 (benchmarks/RESULTS.md): swiglu in float32 77 to 122 %, geglu 63 to 91 %;
-// bfloat16, which AVX2 takes more instructions for, 24 to 56 %. Of 8 x 64 it is 1 %, at half torch's speed: nearly all
+// 0.5 (1 + tanh v) is computed as s(2 v): 1 + tanh v cancels for negative v. 1 - s is computed as exp(-x) s, and P of a
+// negative g without a subtraction: both tails keep their relative accuracy. At minus infinity a is NaN, as torch's is.
+// Measurements: NOTES.md.
 // of such a call is around the kernel.
 #include "glu/glu.h"
 #include "simd.h"
@@ -19,7 +16,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// s(x) and 1 - s(x), 0 where exp has no normal number: a rest of it would be multiplied by a large x.
+// s(x) and 1 - s(x); 1 - s is 0 where exp underflows, because a large x would multiply a remainder.
 template <class A>
 SK_INLINE Vec<A> sigmoid_both(Vec<A> x, Vec<A>& complement) {
   const Vec<A> top = broadcast<A>(ExpConstants<A>::sigmoid_top);
@@ -30,9 +27,9 @@ SK_INLINE Vec<A> sigmoid_both(Vec<A> x, Vec<A>& complement) {
   return x < -top ? Vec<A>{} : s;
 }
 
-// P(x) = erfc(-x / sqrt 2) / 2. For a = |x|, P(-a) = exp(-a^2 / 2) h(t) / (1 + 2 a), t = (a - 4) / (a + 4) in [-1, 1):
-// h a polynomial through its values at Chebyshev's nodes (of 11 terms, relative error 6e-9; of 24, 2e-17).
-// `density` becomes exp(-x^2 / 2) / sqrt(2 pi).
+// P(x) = erfc(-x / sqrt 2) / 2. For a = |x|, P(-a) = exp(-a^2 / 2) h(t) / (1 + 2 a), t = (a - 4) / (a + 4) in [-1, 1).
+// h is the polynomial through its values at Chebyshev's nodes (11 terms: relative error 6e-9; 24 terms: 2e-17). Sets
+// `density` to exp(-x^2 / 2) / sqrt(2 pi).
 template <class A>
 SK_INLINE Vec<A> normal_distribution(Vec<A> x, Vec<A>& density) {
   static constexpr float kSingle[] = {0.8496957718f,   -0.02300920656f, -0.0963800102f,   0.1289071746f,
@@ -45,7 +42,7 @@ SK_INLINE Vec<A> normal_distribution(Vec<A> x, Vec<A>& density) {
       0.000031557140423286416439, -6.0350748868138185401e-6,  -5.8868918989178724881e-6,  6.0328092844899258544e-7,
       1.1974337258495326745e-6,   5.5079512612590942167e-8,   -2.3060726755244455909e-7,  -5.0891187260658903182e-8,
       3.4701538900500903069e-8,   1.3941839544171093156e-8,   -2.7775957084084141185e-9,  -1.6051539890250788503e-9};
-  const Vec<A> magnitude = vmin(broadcast<A>(40), vmax(x, -x));  // the density is 0 there
+  const Vec<A> magnitude = vmin(broadcast<A>(40), vmax(x, -x));  // the density is 0 beyond
   const Vec<A> exponential = exp_nonpositive<A>(magnitude * magnitude * A(-0.5));
   const Vec<A> outer = magnitude + A(4), inner = magnitude + magnitude + A(1), inverse = A(1) / (outer * inner);
   const Vec<A> t = (magnitude - A(4)) * inner * inverse;
@@ -75,7 +72,7 @@ SK_INLINE Vec<A> activate(Vec<A> g, Vec<A>& slope) {
     if constexpr (kSlope) slope = p + g * other;
     return g * p;
   } else {
-    // Held where s is 0 or 1 anyway: the square of a large one would be infinite.
+    // Clamped, where s is 0 or 1 anyway: the square of a large number would be infinite.
     const Vec<A> held = vmin(broadcast<A>(100), vmax(broadcast<A>(-100), g)), square = held * held;
     const Vec<A> s = sigmoid_both<A>(held * (square * A(0.07135481627260025) + A(1.5957691216057308)), other);
     if constexpr (kSlope) slope = s + g * (s * other) * (square * A(0.21406444881780075) + A(1.5957691216057308));
@@ -83,7 +80,7 @@ SK_INLINE Vec<A> activate(Vec<A> g, Vec<A>& slope) {
   }
 }
 
-// body(row, column, i, count) for every run of the elements [begin, end) that lies within a row; i is its first one.
+// Calls body(row, column, i, count) for every run of elements of [begin, end) within a row; i is the first element.
 template <class Body>
 SK_INLINE void for_runs(int64_t columns, int64_t begin, int64_t end, const Body& body) {
   for (int64_t i = begin; i < end;) {

@@ -7,55 +7,32 @@
 //   ds = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * weight,  xhat = (s - mu) * rstd;  without the mean(g)
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 //
-// Exact at any mean. A float mean of numbers near 1e4 is wrong in its last bit, 1e-3, which is a tenth of a standard
-// deviation of 0.01. So the deviations d = s - mean are taken first (that subtraction is exact there), their own mean
-// `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass finds
-// `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
+// Exact at any mean. A float mean of numbers near 1e4 has an error of 1e-3 in its last bit, which is a tenth of a
+// standard deviation of 0.01. So the deviations d = s - mean are taken first (that subtraction is exact there). Their
+// own mean `shift` is the error of `mean`, and var = mean(d^2) - shift^2, xhat = (d - shift) * rstd. The backward pass
+// finds `shift` again from the row, which it reads anyway: mean(g * xhat) = rstd * (mean(g * d) - shift * mean(g)).
 //
-// A row is read from memory once: the later passes over it find it in cache. The sums for the parameters are kept for
-// chunks of rows whose number depends on the shape alone, in a chunk by parts of kRowsPerSum rows, then added over the
-// chunks in order: the same bits on any number of threads. A part is added up in memory of the thread's that stays in
-// cache from chunk to chunk. The backward pass writes by cache lines, so that rows whose distance is a multiple of 4096
-// bytes, which all fall on the same few lines of the cache, do not push each other out between the halves of a line.
+// A row is read from memory once: later passes over it find it in cache. The sums for the parameters are kept by chunks
+// of rows, whose number depends on the shape alone; within a chunk they are summed by parts of kRowsPerSum rows. The
+// chunks are then added in order: the bits are the same on any number of threads. A part is summed in memory of the
+// thread, which stays in cache from chunk to chunk. The backward pass writes whole cache lines: rows whose stride is a
+// multiple of 4096 bytes fall on the same few sets of the cache, and would evict each other between the halves of a
+// line.
 //
-// What is asked of the memory ahead depends on the length of a row. Short ones of 4-byte elements: the next row, into
-// the second cache, while this one is written; of 2-byte elements: into the nearest, and the lines that will be written
-// 2 KiB further on. Long ones: the lines to be written, in the first pass, and two rows at a time backward. Times the
-// speed of asking for both everywhere (2 cores of a Zen 4, AVX-512, from memory, one thread and two): float32 4096 x
-// 768 forward 1.3 to 1.55 and 1.0 to 1.3, 8192 x 1024 1.3 to 1.5 and 1.1 to 1.25, backward 2048 x 4096 1.2 and 1.15,
-// 256 x 16384 1.15 and 1.1; bfloat16 backward, one row at a time up to 2048 columns, 1.15 to 1.3 and 1.1 to 1.3.
+// Prefetch policy, by the length of a row:
+//   - Short rows of 4-byte elements prefetch the next row into L2 while this one is written.
+//   - Short rows of 2-byte elements prefetch the next row into L1, and the lines to be written 2 KiB ahead.
+//   - Long rows prefetch the lines to be written, in the first pass; backward they take two rows at a time.
+//   - Intel's cores with AVX-512 prefetch the next row whatever its length, short float32 rows into L1 too, and float32
+//     lines to be written in the first pass as well.
 //
-// Intel's cores with AVX-512 (Granite Rapids, one core, times the speed of asking only for lines to be written, in the
-// first pass): rows of any length, short ones of float32 into the nearest cache too, and float32 lines to be written in
-// the first pass as well. float32 64 x 768 (in cache) forward 1.2 and backward 1.05, from memory forward 1.03 to 1.15,
-// backward 1.1 to 1.25; bfloat16 from memory 1.3 to 1.4 and 1.3 to 1.4. Long rows of float32 into the nearest cache
-// took up to 1.25 times the time while the memory was busy.
+// bfloat16 on AVX2 and AVX-512 goes by pairs of vectors (pair.h). The parameters and their sums are stored in packet
+// order, the order of numbers within a pair.
 //
-// bfloat16 on AVX2 and AVX-512 goes by two vectors at once (pair.h): on one core of a Zen 3, 2048 x 768, 1.38 to 1.5
-// times as fast forward and 1.32 to 1.46 forward and backward as by one; on one of a Granite Rapids, 64 x 768, AVX-512,
-// 1.15 and 1.1. The parameters and their sums lie in the order in which pairs hold them: another 1.07 and 1.12 there,
-// on AVX2 1.12 and 1.07.
+// Loops over columns are forced inline: in a function of its own gcc would reload the captured variables for every
+// vector, which takes up to 1.5 times as long.
 //
-// Tried and lost on a Zen 4: one row normalised while the next one is summed up, in one loop (in cache 1.25 times as
-// fast; from memory 0.92 to 0.96 of the speed, 0.75 of what asking ahead gives: reading and writing by turns suits the
-// memory better than both at once); asking for two or three rows ahead; several rows at a time where they are short
-// (float32 4096 x 768 backward 0.73 to 0.88 of the speed) and four or eight where they are long; lines asked for once
-// where rows of 2-byte elements are over 4 KiB (0.88).
-//
-// Tried and lost on a Zen 3: the backward pass from the last chunk to the first, whose rows the forward pass read last
-// (within 1 % either way from 4096 x 768 to 256 x 16384); stores past the caches (4096 x 768 3 to 8 % faster, what
-// reads the result 1.3 to 1.45 times slower; and 4 times slower backward from 1024 columns on).
-//
-// Tried and lost (AVX-512, 2 cores of an Intel server, medians): Welford's update (a division and a dependent chain a
-// vector); x and x^2 summed in one pass (cancels as soon as the mean outgrows the spread); a pass of its own for the
-// mean (11 % more than the guessed pivot at 64 x 768); one row at a time in the backward pass (1.2 times the time of
-// two at 64 x 768); stores past the caches (norm alone up to 25 % faster, norm and whatever reads its result 1.5 to 1.9
-// times slower). On a Granite Rapids: the sums of the next row before the current one is written, forward (1.03 to 1.08
-// times as fast, 0.8 where rows are long) and backward (0.75 to 0.95); asking for the sum of input and residual before
-// it is written (within 2 %).
-//
-// Loops over columns stay in line, by force: a body that gcc leaves a function of its own reads what it captured again
-// for every vector, which takes up to 1.5 times as long.
+// Measurements, and what was tried and lost: NOTES.md.
 #include "layer_norm/layer_norm.h"
 #include "pair.h"
 #include "philox.h"
@@ -65,33 +42,33 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Independent sums, to cover the latency of the addition.
+// Independent sums hide the latency of the addition.
 constexpr int kUnroll = 4;
-// In bytes: a cache line, the longest row of which several stay in the nearest cache, and how far ahead lines are asked
-// for that will be written.
-constexpr int64_t kLine = 64, kShortRow = 8192, kWrittenAhead = 2048;
-// Rows from which on it pays to bring the parameters into the order of units.
+// In bytes: a cache line; the longest row of which several stay in L1; and the prefetch distance of lines to be
+// written.
+constexpr int64_t kLine = 64, kShortRow = 8192, kWriteDistance = 2048;
+// Rows for which it pays to copy the parameters to packet order, at least.
 constexpr int64_t kLeastOrdered = 4;
 template <class T>
 SK_INLINE bool is_short(int64_t columns) {
   return columns * static_cast<int64_t>(sizeof(T)) <= kShortRow;
 }
 SK_INLINE bool is_wide_intel() { return SK_VEC_BYTES == 64 && !is_amd(); }
-// Whether a row is asked for while the one before is written.
+// Whether the next row is prefetched while this one is written.
 template <class T>
-SK_INLINE bool reads_ahead(int64_t columns) {
+SK_INLINE bool prefetches_rows(int64_t columns) {
   return is_wide_intel() || is_short<T>(columns);
 }
-// Whether the lines that will be written are asked for in the first pass.
+// Whether the first pass prefetches the lines to be written.
 template <class T>
-SK_INLINE bool writes_ahead(int64_t columns) {
-  return !reads_ahead<T>(columns) || (is_wide_intel() && sizeof(T) != 2);
+SK_INLINE bool prefetches_output(int64_t columns) {
+  return !prefetches_rows<T>(columns) || (is_wide_intel() && sizeof(T) != 2);
 }
 
-// Calls body(column, slot, unit) with `slot` cycling over the unrolled sums, then tail(column, count) for the last
-// part. A body takes what its third argument can hold: a U, or a vector where no whole U is left. Every kFold rounds
-// the `sums` move what they have up by a level: no number is added to more than some tens of others, so that a long row
-// is summed nearly as exactly as a short one.
+// Calls body(column, slot, packet), with `slot` cycling over the unrolled sums, then tail(column, count) for the rest
+// of the columns. The type of `packet` is U, or a single vector where no whole U is left. Every kFold rounds the `sums`
+// move their contents up a level: each number is then added to at most some tens of others, and a long row is summed
+// nearly as exactly as a short one.
 constexpr int kFold = 16;
 template <class A, class U, class Body, class Tail, class... Sums>
 SK_INLINE void for_columns(int64_t columns, const Body& body, const Tail& tail, Sums&... sums) {
@@ -158,37 +135,37 @@ SK_INLINE bool any_lane(IVec<A> mask) {
 #endif
 }
 
-// Whether a cache line of a row begins with this slot of for_columns. Of 2-byte elements each half is asked for: where
-// rows are long the first question is often in vain.
+// Whether a cache line of a row begins at this slot of for_columns. With 2-byte elements both halves of a line are
+// prefetched: in long rows the first prefetch often has no effect.
 template <class T>
 SK_INLINE bool begins_line(int slot) {
   return sizeof(T) == 2 || slot * W<acc_t<T>> * static_cast<int64_t>(sizeof(T)) % kLine == 0;
 }
-// Asks for the line of row[column], to be read in the next row, or to be written. `near`: into the nearest cache, where
-// lines of 2-byte elements always come.
+// Prefetches the line of row[column], to be read with the next row, or to be written. `into_l1`: else into L2, except
+// lines of 2-byte elements, which always go to L1.
 template <class T>
-SK_INLINE void will_read(const T* row, int64_t column, bool near) {
-  if (sizeof(T) == 2 || near) __builtin_prefetch(row + column, 0, 3);
+SK_INLINE void prefetch_read(const T* row, int64_t column, bool into_l1) {
+  if (sizeof(T) == 2 || into_l1) __builtin_prefetch(row + column, 0, 3);
   else __builtin_prefetch(row + column, 0, 2);
 }
 template <class T>
-SK_INLINE void will_write(const T* row, int64_t column) {
+SK_INLINE void prefetch_write(const T* row, int64_t column) {
   __builtin_prefetch(row + column, 1, 3);
 }
-// Of the row that is being written, where the next one is asked for.
+// For the row that is being written while the next row is prefetched.
 template <class T>
-SK_INLINE void will_write_on(const T* row, int64_t column) {
-  if (sizeof(T) == 2) __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWrittenAhead, 1, 3);
+SK_INLINE void prefetch_write_ahead(const T* row, int64_t column) {
+  if (sizeof(T) == 2) __builtin_prefetch(reinterpret_cast<const char*>(row + column) + kWriteDistance, 1, 3);
 }
 
-// Mean and spread of a row: the mean as pivot + shift.
+// Mean and spread of a row; the mean is pivot + shift.
 template <class A>
 struct Deviations {
   A pivot, shift, rstd;
 };
 
-// The same in double, for rows where a few elements outweigh all others (the others would be rounded away, or the
-// squares overflow). Rare, so simple.
+// The same in double, for rows in which a few elements outweigh all others (which would be rounded away, or the squares
+// overflow). Rare, so it is simple.
 template <class T, bool Centred>
 __attribute__((noinline)) Deviations<acc_t<T>> careful_deviations(const T* x, int64_t columns, double eps) {
   using A = acc_t<T>;
@@ -212,7 +189,7 @@ __attribute__((noinline)) Deviations<acc_t<T>> careful_deviations(const T* x, in
 template <class T>
 SK_INLINE acc_t<T> pivot_of(const T* x, int64_t columns) {
   using A = acc_t<T>;
-  Vec<A> sum;  // of x / n, not of x: it stays below the largest x
+  Vec<A> sum;  // of x / n, not of x: does not overflow
   if (columns >= kUnroll * W<A>) {
     Vec<A> part[kUnroll];
     for (int u = 0; u < kUnroll; ++u) part[u] = load(x + u * W<A>) * (A(1) / A(kUnroll * W<A>));
@@ -231,18 +208,18 @@ template <class T, bool Centred>
 __attribute__((noinline)) Deviations<acc_t<T>> deviations_again(const T* x, int64_t columns, double eps,
                                                                 acc_t<T> pivot);
 
-// One reading is enough when the pivot turns out to lie within half a standard deviation of the mean; else the mean
-// becomes the pivot. `Asks` meanwhile for the lines of the row `written`.
-template <class T, bool Centred, bool Asks>
+// One pass is enough if the pivot is within half a standard deviation of the mean; otherwise the mean becomes the pivot
+// of a second pass. `kPrefetch`: the lines of the row `written`.
+template <class T, bool Centred, bool kPrefetch>
 SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double eps, acc_t<T> pivot, const T* written,
                                           bool again) {
   using A = acc_t<T>;
   Sum<A> first, second;
-  for_columns<A, Unit<T>>(
+  for_columns<A, Packet<T>>(
       columns,
-      [&](int64_t c, int u, auto unit) SK_INLINED {
-        if (Asks && begins_line<T>(u)) will_write(written, c);
-        auto d = load_as<decltype(unit)>(x + c);
+      [&](int64_t c, int u, auto packet) SK_INLINED {
+        if (kPrefetch && begins_line<T>(u)) prefetch_write(written, c);
+        auto d = load_as<decltype(packet)>(x + c);
         if constexpr (Centred) {
           d = d - pivot;
           first.add(u, d);
@@ -276,7 +253,7 @@ Deviations<acc_t<T>> deviations_again(const T* x, int64_t columns, double eps, a
   return deviations<T, Centred, false>(x, columns, eps, pivot, nullptr, true);
 }
 
-// Writes a row of s = dropout(input) + residual, rounded to T as the addition of two tensors is.
+// Writes a row of s = dropout(input) + residual, rounded to T like the addition of two tensors.
 template <class T>
 SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<T>>& dropout, T* s) {
   using A = acc_t<T>;
@@ -290,10 +267,10 @@ SK_INLINE void add_row(const LayerNormForward& p, int64_t row, DropoutRow<acc_t<
           store_partial(s + c, dropout.apply(load_partial(x + c, n), c) + load_partial(r + c, n), n);
         });
   } else {
-    for_columns<A, Unit<T>>(
+    for_columns<A, Packet<T>>(
         p.columns,
-        [&](int64_t c, int, auto unit) SK_INLINED {
-          using U = decltype(unit);
+        [&](int64_t c, int, auto packet) SK_INLINED {
+          using U = decltype(packet);
           store_as<U>(s + c, load_as<U>(x + c) + load_as<U>(r + c));
         },
         [&](int64_t c, int64_t n) { store_partial(s + c, load_partial(x + c, n) + load_partial(r + c, n), n); });
@@ -306,9 +283,9 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   const int64_t columns = p.columns;
   const A* weight = static_cast<const A*>(p.weight);
   const A* bias = static_cast<const A*>(p.bias);
-  const bool ahead = reads_ahead<T>(columns), first_asks = writes_ahead<T>(columns),
-             near = is_wide_intel() && is_short<T>(columns);
-  // The parameters in the order of units, where they are used often enough and fit.
+  const bool ahead = prefetches_rows<T>(columns), prefetch_output = prefetches_output<T>(columns),
+             into_l1 = is_wide_intel() && is_short<T>(columns);
+  // The parameters in packet order, if they are used often enough and fit.
   constexpr int64_t kMostOrdered = kInPairs<T> ? 2048 : 1;
   alignas(64) A ordered_weight[kMostOrdered], ordered_bias[kMostOrdered];
   const bool in_order = kInPairs<T> && weight && columns <= kMostOrdered && row_end - row_begin >= kLeastOrdered;
@@ -334,19 +311,19 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
     T* y = p.output ? static_cast<T*>(p.output) + row * columns : nullptr;
 
     const A first = Centred ? pivot_of(x, columns) : A(0);
-    const auto found = first_asks && y ? deviations<T, Centred, true>(x, columns, p.eps, first, y, false)
-                                       : deviations<T, Centred, false>(x, columns, p.eps, first, nullptr, false);
+    const auto found = prefetch_output && y ? deviations<T, Centred, true>(x, columns, p.eps, first, y, false)
+                                            : deviations<T, Centred, false>(x, columns, p.eps, first, nullptr, false);
     const A pivot = found.pivot, rstd = found.rstd, offset = -(found.shift * rstd);
     if (Centred && p.mean) static_cast<A*>(p.mean)[row] = pivot + found.shift;
     if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
     if (!y) continue;
 
-    const auto second_pass = [&](auto affine, auto asks, auto in_order) {
-      constexpr bool Affine = decltype(affine)::value;     // with weight and bias, else with or without either
-      constexpr bool Asks = decltype(asks)::value;         // for the next row
-      constexpr bool Ordered = decltype(in_order)::value;  // the parameters
-      const auto beside = [](auto unit, const A* parameter) SK_INLINED {
-        using U = decltype(unit);
+    const auto second_pass = [&](auto affine, auto prefetch, auto in_order) {
+      constexpr bool Affine = decltype(affine)::value;       // with weight and bias; else with one or none
+      constexpr bool kPrefetch = decltype(prefetch)::value;  // for the next row
+      constexpr bool Ordered = decltype(in_order)::value;    // parameters in packet order
+      const auto beside = [](auto packet, const A* parameter) SK_INLINED {
+        using U = decltype(packet);
         if constexpr (Ordered) return load_ordered<U>(parameter);
         else return load_as<U>(parameter);
       };
@@ -355,17 +332,17 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
         else v = v * rstd;
         return v * w + b;
       };
-      for_columns<A, Unit<T>>(
+      for_columns<A, Packet<T>>(
           columns,
-          [&](int64_t c, int u, auto unit) SK_INLINED {
-            using U = decltype(unit);
-            if (Asks && begins_line<T>(u)) {
-              will_read(next, c, near);
-              if (next_residual) will_read(next_residual, c, near);
-              will_write_on(y, c);
+          [&](int64_t c, int u, auto packet) SK_INLINED {
+            using U = decltype(packet);
+            if (kPrefetch && begins_line<T>(u)) {
+              prefetch_read(next, c, into_l1);
+              if (next_residual) prefetch_read(next_residual, c, into_l1);
+              prefetch_write_ahead(y, c);
             }
-            const U w = Affine || weight ? beside(unit, weight + c) : broadcast_as<U>(A(1));
-            const U b = Affine || bias ? beside(unit, bias + c) : U{};
+            const U w = Affine || weight ? beside(packet, weight + c) : broadcast_as<U>(A(1));
+            const U b = Affine || bias ? beside(packet, bias + c) : U{};
             store_as<U>(y + c, normalise(load_as<U>(x + c), w, b));
           },
           [&](int64_t c, int64_t n) {
@@ -374,11 +351,11 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
           });
     };
     const auto choose = [&](auto affine) {
-      const auto with = [&](auto asks) {
+      const auto with = [&](auto prefetch) {
         if constexpr (kInPairs<T>) {
-          if (in_order) return second_pass(affine, asks, std::true_type{});
+          if (in_order) return second_pass(affine, prefetch, std::true_type{});
         }
-        second_pass(affine, asks, std::false_type{});
+        second_pass(affine, prefetch, std::false_type{});
       };
       if (ahead) with(std::true_type{});
       else with(std::false_type{});
@@ -388,7 +365,7 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
   }
 }
 
-// What the second pass over a row needs.
+// The state of a row for the second pass.
 template <class T>
 struct RowGradient {
   using A = acc_t<T>;
@@ -402,7 +379,7 @@ template <class T, bool Centred, bool Full>
 SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T>* weight, RowGradient<T>& r) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
-  const bool asks = writes_ahead<T>(columns);
+  const bool prefetch = prefetches_output<T>(columns);
   r.x = static_cast<const T*>(p.input) + row * p.input_stride;
   r.dy = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
   r.grad_sum = p.grad_sum ? static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride : nullptr;
@@ -420,11 +397,11 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T
     }
     sum_gd.add(u, g * d);
   };
-  for_columns<A, Unit<T>>(
+  for_columns<A, Packet<T>>(
       columns,
-      [&](int64_t c, int u, auto unit) SK_INLINED {
-        using U = decltype(unit);
-        if (asks && begins_line<T>(u)) will_write(r.grad_residual, c);
+      [&](int64_t c, int u, auto packet) SK_INLINED {
+        using U = decltype(packet);
+        if (prefetch && begins_line<T>(u)) prefetch_write(r.grad_residual, c);
         const U g = load_as<U>(r.dy + c);
         accumulate(load_as<U>(r.x + c) - r.mean, Full || weight ? rounded(g * load_ordered<U>(weight + c)) : g, u);
       },
@@ -440,48 +417,48 @@ SK_INLINE void first_pass(const LayerNormBackward& p, int64_t row, const acc_t<T
   r.minus_mean_gx = (shift * r.mean_g - sum_gd.total() / A(columns)) * r.rstd;
 }
 
-// The gradients of `Rows` rows, and their share of dweight and dbias: added to dw and db, or written where these are
-// the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db, else with or without each. These
-// three lie in the order of units.
-template <class T, bool Centred, bool Added, bool Full, int Rows>
+// The gradients of `kRows` rows. Their terms of dweight and dbias are added to dw and db, or overwrite these if they
+// are the `first`. `Added`: with grad_sum or dropout. `Full`: with weight, dw and db; else any of them may be null. All
+// three are in packet order.
+template <class T, bool Centred, bool Added, bool Full, int kRows>
 SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first, const acc_t<T>* weight, acc_t<T>* dw,
                              acc_t<T>* db) {
   using A = acc_t<T>;
   const int64_t columns = p.columns;
-  const bool ahead = reads_ahead<T>(columns), near = is_wide_intel() && is_short<T>(columns);
-  const int64_t step = row + 2 * Rows <= p.rows ? Rows : 0;  // to the next rows to read
-  RowGradient<T> rows[Rows];
-  for (int i = 0; i < Rows; ++i) first_pass<T, Centred, Full>(p, row + i, weight, rows[i]);
+  const bool ahead = prefetches_rows<T>(columns), into_l1 = is_wide_intel() && is_short<T>(columns);
+  const int64_t step = row + 2 * kRows <= p.rows ? kRows : 0;  // from this row to the next to read
+  RowGradient<T> rows[kRows];
+  for (int i = 0; i < kRows; ++i) first_pass<T, Centred, Full>(p, row + i, weight, rows[i]);
 
-  // Of `Units` units of columns, or of the first n < W columns of one, in all rows.
-  const auto block = [&](int64_t begin, int64_t n, auto unit, auto units) SK_INLINED {
-    using U = decltype(unit);
-    constexpr int Units = decltype(units)::value;
+  // For all rows: `kPackets` packets of columns, or the first n < W columns of one vector.
+  const auto block = [&](int64_t begin, int64_t n, auto packet, auto packets) SK_INLINED {
+    using U = decltype(packet);
+    constexpr int kPackets = decltype(packets)::value;
     constexpr int64_t width = kVectors<U> * W<A>;
-    U w[Units], sum_w[Units], sum_b[Units];
-    for (int u = 0; u < Units; ++u) {
+    U w[kPackets], sum_w[kPackets], sum_b[kPackets];
+    for (int u = 0; u < kPackets; ++u) {
       const int64_t c = begin + u * width;
       w[u] = Full || weight ? load_ordered_upto<U>(weight + c, n) : broadcast_as<U>(A(1));
       sum_w[u] = !first && (Full || dw) ? load_ordered_upto<U>(dw + c, n) : U{};
       sum_b[u] = !first && (Full || db) ? load_ordered_upto<U>(db + c, n) : U{};
     }
-    for (int i = 0; i < Rows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       RowGradient<T>& r = rows[i];
       if (ahead) {
-        will_read(r.x + step * p.input_stride, begin, near);
-        will_read(r.dy + step * p.grad_output_stride, begin, near);
-        if (Added && r.grad_sum) will_read(r.grad_sum + step * p.grad_sum_stride, begin, near);
-        will_write_on(r.grad_residual, begin);
+        prefetch_read(r.x + step * p.input_stride, begin, into_l1);
+        prefetch_read(r.dy + step * p.grad_output_stride, begin, into_l1);
+        if (Added && r.grad_sum) prefetch_read(r.grad_sum + step * p.grad_sum_stride, begin, into_l1);
+        prefetch_write_ahead(r.grad_residual, begin);
       }
-      for (int u = 0; u < Units; ++u) {
+      for (int u = 0; u < kPackets; ++u) {
         const int64_t c = begin + u * width;
-        const U x = load_upto_as<U>(r.x + c, n), dout = rounded(load_upto_as<U>(r.dy + c, n));  // loaded once
+        const U x = load_upto_as<U>(r.x + c, n), dout = rounded(load_upto_as<U>(r.dy + c, n));  // one load each
         U xhat;
         if constexpr (Centred) xhat = (x - r.mean) * r.rstd + broadcast_as<U>(r.offset);
         else xhat = x * r.rstd;
         sum_w[u] += dout * xhat;
         sum_b[u] += dout;
-        // Rounded as it was when its mean was taken, so that one column alone gives exactly zero.
+        // Rounded as in the first pass, so that a single column gives exactly zero.
         const U g = rounded(dout * w[u]);
         U total = (xhat * r.minus_mean_gx + (g - r.mean_g)) * r.rstd;
         if (Added && r.grad_sum) total += load_upto_as<U>(r.grad_sum + c, n);
@@ -500,22 +477,22 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
         }
       }
     }
-    for (int u = 0; u < Units; ++u) {
+    for (int u = 0; u < kPackets; ++u) {
       const int64_t c = begin + u * width;
       if (Full || dw) store_ordered_upto(dw + c, sum_w[u], n);
       if (Full || db) store_ordered_upto(db + c, sum_b[u], n);
     }
   };
   int64_t c = 0;
-  const auto lines = [&](auto unit) {
-    constexpr int64_t width = kVectors<decltype(unit)> * W<A>, line = kLine / static_cast<int64_t>(sizeof(T));
-    constexpr int units = width < line ? static_cast<int>(line / width) : 1;
-    for (; c + units * width <= columns; c += units * width)
-      block(c, width, unit, std::integral_constant<int, units>{});
+  const auto lines = [&](auto packet) {
+    constexpr int64_t width = kVectors<decltype(packet)> * W<A>, line = kLine / static_cast<int64_t>(sizeof(T));
+    constexpr int packets = width < line ? static_cast<int>(line / width) : 1;
+    for (; c + packets * width <= columns; c += packets * width)
+      block(c, width, packet, std::integral_constant<int, packets>{});
   };
   if constexpr (kInPairs<T>) {
     lines(Pair{});
-    // As far as the parameters lie in pairs.
+    // The parameters are in pairs as far as this.
     constexpr int64_t width = 2 * W<A>;
     for (; c + width <= columns; c += width) block(c, width, Pair{}, std::integral_constant<int, 1>{});
   }
@@ -523,7 +500,7 @@ SK_INLINE void backward_rows(const LayerNormBackward& p, int64_t row, bool first
   for (; c < columns; c += W<A>) block(c, columns - c, Vec<A>{}, std::integral_constant<int, 1>{});
 }
 
-// Sums in the order of units to others in their own, which begin where these are the `first`.
+// Adds sums in packet order to sums in sequence, or overwrites these if they are the `first`.
 template <class T>
 SK_INLINE void add_ordered(int64_t columns, bool first, const acc_t<T>* part, acc_t<T>* sum) {
   using A = acc_t<T>;
@@ -537,8 +514,8 @@ SK_INLINE void add_ordered(int64_t columns, bool first, const acc_t<T>* part, ac
   for (; c < columns; ++c) sum[c] = first ? part[c] : sum[c] + part[c];
 }
 
-// One chunk of rows: the gradients of each, and the chunk's share of dweight and dbias. `scratch`: 2 * columns, where
-// the rows are added up; it stays in cache from chunk to chunk. `weight`: in the order of units, as these sums are.
+// One chunk of rows: the gradients of each row, and the chunk's sums of dweight and dbias. `scratch`: 2 * columns, in
+// which rows are summed; it stays in cache from chunk to chunk. `weight`: in packet order, like these sums.
 template <class T, bool Centred, bool Added>
 void backward_chunk(const LayerNormBackward& p, int64_t chunk, const acc_t<T>* weight, acc_t<T>* scratch) {
   using A = acc_t<T>;
@@ -567,7 +544,7 @@ void backward_chunk(const LayerNormBackward& p, int64_t chunk, const acc_t<T>* w
   }
 }
 
-// In blocks of chunks, for the sake of exactness.
+// In blocks of chunks, for smaller rounding errors.
 template <class A>
 void reduce_columns(int64_t chunks, int64_t columns, const A* partial, A* total, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = 32, kWidth = 64;

@@ -1,8 +1,8 @@
-// The loop over the steps, backward.
+// The backward loop over the steps.
 //
-// dh of the step before is one product of the gates' gradients with W_hh; a panel of it is followed at once by that
-// step's cell of the same units. The gradients by token are the product's operand, and what the large products for dx
-// and dW read after the loop. c~ is computed again from the gates and c': reading it would cost more.
+// dh of the previous step is one product of the gates' gradients with W_hh. Each panel of it is followed at once by
+// that step's cell for the same hidden units. The gradients by token are the product's operand, and the large products
+// for dx and dW read them after the loop. c~ is recomputed from the gates and c': reading it would cost more.
 #pragma once
 
 #include "sequence.h"
@@ -14,11 +14,11 @@ namespace {
 template <class A>
 struct BackwardState {
   int64_t h_stride, c_stride, bytes;
-  A *dh, *direct, *dc;  // direct: the part of dh that does not go through the gates
-  A *dh_hat, *dh_wide;  // wide turns: gradients of what a projection gives and of what it takes
+  A *dh, *direct, *dc;  // direct: the part of dh that bypasses the gates
+  A *dh_hat, *dh_wide;  // wide turns: gradients of a projection's output and input
   A* dh_operand;        // wide turns: dh_hat as an operand, and
-  int64_t operand;      // the distance of its rows
-  A *c_new, *d_o;       // wide turns: of one row
+  int64_t operand;      // its row stride
+  A *c_new, *d_o;       // wide turns: one row
 
   BackwardState(const RnnLayer& l, int64_t rows, void* memory) {
     h_stride = panel_stride<A>(l.width);
@@ -44,7 +44,7 @@ template <class A>
 struct BackwardRow {
   const A *gates, *c_prev, *grad_cells;  // c_prev: null for zeros
   const void* h_prev;                    // null for zeros
-  int64_t h_prev_at, grad_output;        // first elements
+  int64_t h_prev_at, grad_output;        // indices of the first elements
   Number<A>* grad_z;
   A *dh, *direct, *dc, *sums;
 };
@@ -57,7 +57,7 @@ struct Backward {
 
   const RnnBackward& p;
   const RnnLayer& l;
-  const Rows rows;
+  const ShareRows rows;
   const BackwardState<A> state;
   const int64_t H, P;
   const Peepholes<A> peepholes;
@@ -105,7 +105,7 @@ struct Backward {
       zoneout[which].begin(l.zoneout, which, rows.random_row(p.direction.index, which, t, i));
   }
 
-  // dh of the step before, columns [begin, end), from the product of all its rows.
+  // dh of the previous step, columns [begin, end), from the product of all its rows.
   void carry(int64_t t, int64_t count, int64_t begin, int64_t end, int64_t c_begin, int64_t c_end, const A* products,
              int64_t stride) const {
     for (int64_t i = 0; i < count; ++i) {
@@ -125,7 +125,7 @@ struct Backward {
     }
   }
 
-  // Rows whose sequence begins after the next step leave, those that end with it enter.
+  // Rows whose sequence begins after the next step leave; rows whose sequence ends with it enter.
   void change(int64_t count, int64_t next, int64_t begin, int64_t end, int64_t c_begin, int64_t c_end) const {
     for (int64_t i = next < count ? next : count; i < (next < count ? count : next); ++i) {
       const int64_t row = rows.row(i);
@@ -174,7 +174,7 @@ struct Backward {
         panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride,
                                      packed + panel * padded_words(G * H) * kPanel<A>, products, stride, kPanel<A>,
                                      [&](int64_t i0, int64_t i1) SK_PREFETCHING {
-                                       for (int64_t i = i0; i < i1 && i < next; ++i) fetch(table[i], begin, end);
+                                       for (int64_t i = i0; i < i1 && i < next; ++i) prefetch(table[i], begin, end);
                                      });
       else if (count > 0) slice_products(count, panels, d, d_stride, p.direction.w_hh, panel, products, stride, slice);
       carry(t, count, begin, end, begin, end, products, stride);
@@ -198,17 +198,17 @@ struct Backward {
     }
   }
 
-  SK_INLINE void fetch(const BackwardRow<A>& r, int64_t begin, int64_t end) const {
+  SK_INLINE void prefetch(const BackwardRow<A>& r, int64_t begin, int64_t end) const {
     for (int64_t u = begin; u < end; u += 64 / static_cast<int64_t>(sizeof(A))) {
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.gates + g * H + u);
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.grad_z + g * H + u, 1);
       if (kLstm && r.c_prev) __builtin_prefetch(r.c_prev + u);
-      if (kGru && r.h_prev) fetch_as<A>(l.dtype, r.h_prev, r.h_prev_at + u);
-      if (p.grad_output) fetch_as<A>(l.dtype, p.grad_output, r.grad_output + u);
+      if (kGru && r.h_prev) prefetch_as<A>(l.dtype, r.h_prev, r.h_prev_at + u);
+      if (p.grad_output) prefetch_as<A>(l.dtype, p.grad_output, r.grad_output + u);
     }
   }
 
-  // The gradient of h^, from that of h.
+  // The gradient of h^ from that of h.
   SK_INLINE Vec<A> outer_gradient(const BackwardRow<A>& r, int64_t u, ZoneoutRow<A>& zoneout) const {
     Vec<A> dh = load(r.dh + u);
     if (p.grad_output) dh += load_as<A>(l.dtype, p.grad_output, r.grad_output + u, P - u);
@@ -218,7 +218,7 @@ struct Backward {
     return dh_new;
   }
 
-  // The saved gates; returns c'.
+  // Loads the saved gates; returns c'.
   SK_INLINE Vec<A> load_gates(const BackwardRow<A>& r, int64_t u, Vec<A> (&s)[R]) const {
     for (int g = 0; g < R; ++g) s[g] = load_upto(r.gates + g * H + u, H - u);
     return kLstm && r.c_prev ? load_upto(r.c_prev + u, H - u) : Vec<A>{};
@@ -232,7 +232,7 @@ struct Backward {
     if (H - u <= W<A>) end_operand(r.grad_z + R * H);
   }
 
-  // dc, d_o: of c~ through the output, and of o.
+  // dc: of c~ through the output; d_o: of o.
   SK_INLINE void lstm(const BackwardRow<A>& r, int64_t u, const Vec<A> (&s)[4], Vec<A> c_prev, Vec<A> c_new, Vec<A> dc,
                       Vec<A> d_o, ZoneoutRow<A>& zoneout) const {
     Vec<A> later = load(r.dc + u), direct = {}, d[4];
@@ -260,7 +260,7 @@ struct Backward {
     keep(r, u, d);
   }
 
-  // With a norm or a projection: a step of all rows, each as a whole.
+  // With a norm or a projection: a step of all rows, whole rows at a time.
   void wide_step(int64_t t, int64_t count, const BackwardRow<A>* table) const {
     for (int64_t i = 0; i < count; ++i) {
       const BackwardRow<A>& r = table[i];
@@ -300,7 +300,7 @@ struct Backward {
   const A* norm_part(int64_t offset) const { return static_cast<const A*>(p.direction.norm) + offset; }
   A* norm_sums(const BackwardRow<A>& r) const { return r.sums ? r.sums + (peepholes.p ? 3 * H : 0) : nullptr; }
 
-  // dh: the gradient of h~, overwritten by that of c~ through the output.
+  // dh: on entry the gradient of h~; overwritten by that of c~ through the output.
   void wide_lstm(const BackwardRow<A>& r, int64_t t, int64_t i, A* dh) const {
     A* c_new = state.c_new;
     Vec<A> s[4];

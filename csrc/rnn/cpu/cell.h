@@ -1,12 +1,12 @@
-// The recurrent cells, one vector of units at a time, forward and backward; layer normalisation of a row.
+// The recurrent cells, one vector of hidden units at a time, forward and backward; layer normalisation of a row.
 //
 // z = zx + zh are the gates before activation, s after it, h' and c' the state before the step.
 //   LSTM   i, f, o = sigmoid(z + p c), g = tanh(z);  c~ = f c' + i g;  h~ = o tanh(c~)
 //          (p c: peepholes; i and f look at c', o at c~)                Hochreiter & Schmidhuber 1997, Gers et al. 2000
 //          dc~ = dh~ o (1 - tanh^2 c~) + dc + p_o do';  di' = dc~ g i(1-i),  df' = dc~ c' f(1-f),  dg' = dc~ i (1-g^2),
 //          do' = dh~ tanh(c~) o(1-o);  dc' = dc~ f + p_i di' + p_f df'
-//   GRU    r, z = sigmoid, n = tanh(zx_n + r q) with q = zh_n;  h^ = (1 - z) n + z h'      Cho et al. 2014; torch's
-//   order
+//   GRU    r, z = sigmoid, n = tanh(zx_n + r q) with q = zh_n;  h^ = (1 - z) n + z h'
+//                                                                               Cho et al. 2014; torch's order of gates
 //          dzx_n = dh^ (1-z) (1-n^2),  dr' = dzx_n q r(1-r),  dz' = dh^ (h' - n) z(1-z),  dq = dzx_n r,  dh' += dh^ z
 //   RNN    h^ = tanh(z) or max(z, 0)                                                                        Elman 1990
 //   Layer normalisation: y = x^ w + b with x^ = (x - mean) rstd;  dx = rstd (g - mean(g) - x^ mean(g x^)) with g = dy w
@@ -23,7 +23,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Peepholes of W units; without any, zeros are never added: an infinite state would make NaN of them.
+// Peepholes of W hidden units. Without peepholes nothing is added: a zero times an infinite state would be NaN.
 template <class A>
 struct Peepholes {
   const A* p = nullptr;  // (3, hidden), or null
@@ -48,7 +48,7 @@ SK_INLINE Vec<A> lstm_gates(Vec<A> (&z)[4], Vec<A> c, const Peepholes<A>& peepho
   return c_new;
 }
 
-// From the gradients of c~ (without o's peephole) and of o to those before activation, d; returns that of c'.
+// From the gradients of c~ (without o's peephole) and of o to d, the gradients before activation; returns that of c'.
 template <class A, bool Plain>
 SK_INLINE Vec<A> lstm_gradient(const Vec<A> (&s)[4], Vec<A> c, Vec<A> dc, Vec<A> d_o, const Peepholes<A>& peepholes,
                                int64_t u, Vec<A> (&d)[4]) {
@@ -73,7 +73,7 @@ SK_INLINE Vec<A> gru_state(const Vec<A> (&zx)[3], const Vec<A> (&zh)[3], Vec<A> 
   return (A(1) - s[1]) * s[2] + s[1] * h;
 }
 
-// d: of zx_n, r, z and zh_n before activation. Returns the part of h's gradient that does not go through the gates.
+// d: the gradients of zx_n, r, z and zh_n before activation. Returns the part of h's gradient that bypasses the gates.
 template <class A>
 SK_INLINE Vec<A> gru_gradient(const Vec<A> (&s)[4], Vec<A> h, Vec<A> dh, Vec<A> (&d)[4]) {
   d[0] = dh * (A(1) - s[1]) * (A(1) - s[2] * s[2]);
@@ -94,7 +94,8 @@ SK_INLINE Vec<A> rnn_gradient(Vec<A> h, Vec<A> dh, bool relu) {
 }
 
 // ---- zoneout ------------------------------------------------------------------------------------------------------
-// Krueger et al. 2017: of every unit the old state or the new one; in evaluation their expectation.
+// Krueger et al. 2017: each hidden unit keeps its old state or takes the new one; in evaluation it takes the
+// expectation.
 template <class A>
 class ZoneoutRow {
  public:
@@ -109,7 +110,7 @@ class ZoneoutRow {
     if (training_) return random_.kept(u) ? new_state : old_state;
     return p_ * old_state + (A(1) - p_) * new_state;
   }
-  // The gradient of what comes out to those of the old state (returned) and of the new one.
+  // Splits the output's gradient into those of the old state (returned) and of the new state.
   SK_INLINE Vec<A> split(Vec<A> grad, int64_t u, Vec<A>& grad_new) {
     if (p_ == A(0)) {
       grad_new = grad;
@@ -158,7 +159,7 @@ void norm_row(const A* x, int64_t n, double eps, const A* weight, const A* bias,
                n - i);
 }
 
-// dx from dy, which may be the same memory; adds to the sums for weight and bias, if any.
+// dx from dy, possibly in place; adds to the sums for weight and bias, if any.
 template <class A, class T>
 void norm_gradient_row(const A* x, int64_t n, const RowNorm<A>& norm, const A* weight, const T* dy, T* dx,
                        A* weight_sum, A* bias_sum) {

@@ -1,11 +1,11 @@
-// The loop over the steps, forward.
+// The forward loop over the steps.
 //
-// A panel holds the gates of the same W units (RNN: kPanel units) over the whole depth, so that one run of tiles gives
-// all that the cell of these units needs; the cell follows while it is in L1. Where a norm needs the whole row, or a
-// projection follows, the products of all panels come first (wide_turn).
+// A panel holds the gates of the same W hidden units (RNN: kPanel units) over the whole depth, so that one run of
+// register tiles gives all that the cell of these units needs. The cell follows while the products are in L1. If a norm
+// needs the whole row, or a projection follows, the products of all panels come first (wide_step).
 //
-// The state h is written for the next step beside that of this one, as an operand: workers on the same rows read all of
-// it. c, and h as it is added without a product, belong to the worker of their units.
+// The next step's h is written beside this step's, as an operand: all workers on the same rows read all of it. c, and h
+// where it is added without a product, belong to the worker of their hidden units.
 #pragma once
 
 #include "sequence.h"
@@ -17,14 +17,14 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Vectors of a panel, and of units in it.
+// Vectors of a panel, and of hidden units in it.
 template <int G>
 constexpr int kPanelVecs = G == 1 ? kGemmVecs : G;
 template <int G>
 constexpr int kUnitVecs = G == 1 ? kGemmVecs : 1;
 
-// Of a row, the products of panels that are worked on together: eight vectors for one or two rows, four gates of a
-// cache line of units for more.
+// Elements of a row of a group's products (Group): eight vectors for one or two rows; for more rows four gates of a
+// cache line of hidden units.
 template <class A>
 constexpr int64_t group_size() {
   const int64_t vectors = 4 * 64 / (W<A> * static_cast<int64_t>(sizeof(A)));
@@ -34,9 +34,9 @@ constexpr int64_t group_size() {
 template <class A>
 struct ForwardState {
   int64_t h_stride, plain_stride, c_stride, z_stride, wide_stride, bytes;
-  A *h[2], *plain_h, *c;      // h: the operand, of this step and the next; plain_h: h without mask and rounding
-  A *zh, *c_new, *o, *h_hat;  // wide_turn: products, c~, o and what is projected
-  A* h_wide;                  // wide_turn: h~, the operand of the projection
+  A *h[2], *plain_h, *c;      // h: the operand, this step's and the next's; plain_h: without mask and rounding
+  A *zh, *c_new, *o, *h_hat;  // wide_step: products, c~, o and the projection's output
+  A* h_wide;                  // wide_step: h~, the projection's operand
 
   ForwardState(const RnnLayer& l, int64_t rows, void* memory) {
     h_stride = operand_stride<A>(l.width);
@@ -61,28 +61,28 @@ struct ForwardState {
   }
 };
 
-// One row at one step, as the cell sees it. Null where there is nothing to write.
+// The addresses of one row at one step, for the cell. Null where nothing is written.
 template <class A>
 struct ForwardRow {
   const A* zx;
   A *gates, *cells, *c, *h_next, *plain_h;
-  const A *h, *mask;  // h: as it is added
-  int64_t output;     // its first element
+  const A *h, *mask;  // h: to be added, not multiplied
+  int64_t output;     // index of its first element
 };
 
-// Plain: no peepholes, no zoneout, no recurrent mask, no norm, no projection.
+// Plain: no peepholes, zoneout, recurrent mask, norm or projection.
 template <class A, Cell kCell, bool Plain>
 struct Forward {
   static constexpr int G = static_cast<int>(gate_count(kCell)), R = static_cast<int>(saved_count(kCell));
   static constexpr int NV = kPanelVecs<G>, kUnits = kUnitVecs<G> * W<A>;
-  // A panel is worked on in parts as wide as a tile: their products come to lie side by side.
+  // A panel is processed in parts as wide as a register tile, whose products are side by side.
   static constexpr int TV = static_cast<int>(tile_vectors(G)), kParts = NV / TV;
   static constexpr bool kLstm = kCell == Cell::lstm;
   static constexpr bool kPlainH = !Plain || kTerms > 1;  // whether the operand is not h itself
 
   const RnnForward& p;
   const RnnLayer& l;
-  const Rows rows;
+  const ShareRows rows;
   const ForwardState<A> state;
   const int64_t H, P;
   const Peepholes<A> peepholes;
@@ -102,13 +102,13 @@ struct Forward {
   }
   const A* mask_row(int64_t row) const { return Plain ? nullptr : at(p.direction.mask, row * P); }
 
-  // zx of a row: by panels, of the first one, or as a whole.
+  // zx of a row: in the first panel if it is stored by panels, otherwise the whole row.
   SK_INLINE const A* zx_of(int64_t t, int64_t i) const {
     const A* zx = static_cast<const A*>(p.zx);
     if (!p.input.packed_w_ih) return zx ? zx + rows.token(t, i) * p.zx_stride : nullptr;
     return zx + rows.share.first * p.input.share_stride + (share_token(t) + i) * NV * W<A>;
   }
-  // The first of the share's own tokens at t, among those of the steps at hand.
+  // The first of the share's own tokens at t, counted from the first step of this pass.
   SK_INLINE int64_t share_token(int64_t t) const {
     const int64_t first = rows.reverse ? l.steps - p.step_end : p.step_begin;
     return rows.share.starts[t] - rows.share.starts[first];
@@ -127,8 +127,8 @@ struct Forward {
             .output = place * p.output_stride};
   }
 
-  // The gates and c~ of W units from the sums; returns h^ (GRU, RNN), or c~ with o in `o`. zx, zh: of these units, the
-  // gates zx_gate and zh_gate apart.
+  // The gates and c~ of W hidden units from the sums. Returns h^ (GRU, RNN), or c~ with o in `o`. zx, zh: of these
+  // units, with the gates zx_gate and zh_gate apart.
   SK_INLINE Vec<A> gates_of(const A* zx, int64_t zx_gate, const A* zh, int64_t zh_gate, Vec<A> c_prev, Vec<A> h_prev,
                             int64_t u, A* gates, Vec<A>& o) const {
     const int64_t n = H - u;
@@ -155,13 +155,13 @@ struct Forward {
     }
   }
 
-  // The cell state of W units, from c~.
+  // Stores the cell state of W hidden units, from c~.
   SK_INLINE void keep_c(const ForwardRow<A>& r, Vec<A> c_prev, Vec<A> c_new, int64_t u, ZoneoutRow<A>& zoneout) const {
     if (!Plain && l.zoneout.active) c_new = zoneout.mix(c_prev, c_new, u);
     store(r.c + u, c_new);
     if (r.cells) store_upto(r.cells + u, c_new, H - u);
   }
-  // The state of W units, from h^.
+  // Stores the state of W hidden units, from h^.
   SK_INLINE void keep_h(const ForwardRow<A>& r, Vec<A> h_new, int64_t u, ZoneoutRow<A>& zoneout) const {
     if (!Plain && l.zoneout.active) h_new = zoneout.mix(load(r.plain_h + u), h_new, u);
     if (kPlainH) store(r.plain_h + u, h_new);
@@ -175,8 +175,8 @@ struct Forward {
       zoneout[which].begin(l.zoneout, which, rows.random_row(p.direction.index, which, t, i));
   }
 
-  // The rows of the next step: those that have ended leave, those that begin enter, and resets take effect. Columns
-  // [begin, end) of what is `width` wide; parity is that of the buffer that the next step multiplies.
+  // The rows of the next step: ended sequences leave, new ones enter, and resets take effect. Columns [begin, end) of
+  // `width` wide memory; parity is that of the buffer that the next step multiplies.
   void change(int64_t count, int64_t t_next, int64_t next, int parity, int64_t begin, int64_t end, int64_t c_begin,
               int64_t c_end) const {
     for (int64_t i = next; i < count; ++i) {
@@ -206,14 +206,14 @@ struct Forward {
     }
   }
 
-  // Panels that are worked on together: what one or two rows need to keep the multiply-adds busy; of more rows a cache
-  // line of units, so that what the cells read and write is touched once.
+  // Panels of a group: as many as one or two rows need to keep the multiply-adds busy. For more rows, a cache line of
+  // hidden units, so that the cells touch each line once.
   static int64_t unit_group(int64_t count) {
     const int64_t panels =
         count > 2 ? 64 / (kUnits * static_cast<int64_t>(sizeof(A))) : panel_group<TV>(count) / kParts;
     return panels > 1 ? panels : 1;
   }
-  // Panels that are worked on together, their units, and their products: side by side in rows that are `stride` apart.
+  // Panels that are processed together, their hidden units, and their products: side by side, in rows `stride` apart.
   struct Group {
     int64_t panel, panels, begin, end;
     A* products;
@@ -230,10 +230,10 @@ struct Forward {
     panel_products<A, TV>(count, g.panels * kParts, words(P), state.h[parity], state.h_stride, packed_panel(g.panel),
                           g.products, g.stride, TV * W<A>, before);
   }
-  // Whether zx lies by panels.
+  // Whether zx is stored by panels.
   SK_INLINE bool by_panels() const { return p.input.packed_w_ih; }
 
-  // zx of the share's tokens and of these panels.
+  // zx of the share's tokens for these panels.
   void input_products(int64_t panel_begin, int64_t panel_end, A* scratch) const {
 #if defined(SK_TILES)
     const int64_t first = rows.reverse ? l.steps - p.step_end : p.step_begin, past = first + p.step_end - p.step_begin;
@@ -266,7 +266,7 @@ struct Forward {
     const int64_t step = p.step_begin + turn - 1, steps = p.step_end - p.step_begin;
     const int64_t t = turn > 0 ? rows.time(step) : 0, t_next = turn < steps ? rows.time(step + 1) : 0;
     const int64_t count = turn > 0 ? rows.count(t) : 0, next = turn < steps ? rows.count(t_next) : 0;
-    // A step reads the buffer of its parity and writes the other one, which the step after it reads.
+    // A step reads the buffer of its parity and writes the other one, which the next step reads.
     const int parity = static_cast<int>(step & 1), next_parity = parity ^ 1;
     using Row = ForwardRow<A>;
     const Row* table = row_table<Row>(scratch, count, [&](int64_t i) { return row_at(t, i, parity); });
@@ -287,13 +287,13 @@ struct Forward {
     };
     const auto ahead = [&](const Group& g) {
       return [&table, &g, this](int64_t i0, int64_t i1) SK_PREFETCHING {
-        for (int64_t i = i0; i < i1; ++i) fetch(table[i], g.begin);
+        for (int64_t i = i0; i < i1; ++i) prefetch(table[i], g.begin);
       };
     };
     const auto end = [&](const Group& g) { change(count, t_next, next, next_parity, g.begin, g.end, g.begin, g.end); };
 #if defined(SK_TILES)
     if (p.direction.packed_w_hh && count > 0) {
-      // The cells of a group between the steps of the next one's products.
+      // A group's cells are interleaved with the next group's products.
       A* const other_products = products + rows.share.rows * group_size<A>();
       Group now = at_group(0, products);
       unit_products(count, now, parity, ahead(now));
@@ -311,7 +311,7 @@ struct Forward {
             } else {
               row_cells(now, t, i, table[i]);
             }
-            fetch(table[i], after.begin);
+            prefetch(table[i], after.begin);
           }
         };
         panel_products_beside<TV>(count, after.panels, words(P), state.h[parity], state.h_stride,
@@ -333,8 +333,8 @@ struct Forward {
     }
   }
 
-  // An LSTM's cell in two halves, up to c~ and from there: the second half of one row and the first of the next do not
-  // wait for each other. Of groups of one panel.
+  // An LSTM's cell in two halves, up to c~ and from there: the second half of one row and the first half of the next
+  // are independent. For groups of one panel.
   SK_INLINE void first_half(const Group& g, int64_t t, int64_t i, const ForwardRow<A>& r, Vec<A>& c_new,
                             Vec<A>& o) const {
     ZoneoutRow<A> zoneout[2];
@@ -375,18 +375,18 @@ struct Forward {
     }
   }
 
-  // What the cell will read and write arrives while the products are computed.
-  SK_INLINE void fetch(const ForwardRow<A>& r, int64_t u) const {
+  // Prefetches what the cell will read and write, while the products are computed.
+  SK_INLINE void prefetch(const ForwardRow<A>& r, int64_t u) const {
     for (int g = 0; g < G && !by_panels(); ++g) __builtin_prefetch(r.zx + g * H + u);
     if (r.gates)
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.gates + g * H + u, 1);
     if (kLstm && r.cells) __builtin_prefetch(r.cells + u, 1);
-    if (kDepthStep == 1) fetch_as<A>(l.dtype, p.output, r.output + u);
+    if (kDepthStep == 1) prefetch_as<A>(l.dtype, p.output, r.output + u);
   }
 
   const A* norm_part(int64_t offset) const { return static_cast<const A*>(p.direction.norm) + offset; }
 
-  // One row's products, and c_prev or h_prev, to gates, c~ and o, or h^; the norm and the gates only.
+  // From one row's products, and c_prev or h_prev, to gates, c~ and o, or h^: norm and gates only.
   void wide_gates(const A* zx, A* zh, const A* c_prev, const A* h_prev, A* gates, A* c_new, A* o) const {
     if (l.norm) norm_row(zh, G * H, l.eps, norm_part(0), norm_part(G * H), zh);
     for (int64_t u = 0; u < H; u += W<A>) {
@@ -437,7 +437,7 @@ struct Forward {
       for (int64_t u = 0; u < H; u += W<A>) keep_c(r, load(r.c + u), load(c_new + u), u, zoneout[1]);
       wide_output(c_new, o);
     }
-    // h~, where c~ was; or its projection.
+    // h~, in the memory of c~; or its projection.
     const A* h_hat = state.c_new;
     int64_t h_hat_stride = state.c_stride;
     if (l.project) {
@@ -457,7 +457,7 @@ struct Forward {
     }
   }
 
-  // h~ = o tanh(Nc(c~)) of a row, which overwrites c_new.
+  // h~ = o tanh(Nc(c~)) of a row; overwrites c_new.
   void wide_output(A* c_new, const A* o) const {
     if (l.norm) norm_row(c_new, H, l.eps, norm_part(2 * G * H), norm_part(2 * G * H + H), c_new);
     for (int64_t u = 0; u < H; u += W<A>) store(c_new + u, load(o + u) * tanh<A>(load(c_new + u)));
@@ -471,7 +471,7 @@ void forward_cell_turn(const RnnForward& p, const RnnShare& share, int64_t turn,
   else Forward<A, kCell, false>(p, share).turn(turn, begin, end, scratch);
 }
 
-// Gates of tokens again.
+// Recomputes the gates of tokens.
 template <class A>
 int64_t activate_scratch(const RnnLayer& l) {
   return padded_stride<A>(gate_count(l.cell) * l.hidden) + 2 * padded_stride<A>(l.hidden);

@@ -1,5 +1,5 @@
-// Products with the input on matrix tiles (AMX), by panels of units: each worker makes those of its own units, where
-// the loop over the steps reads them (RnnInput).
+// Products with the input on matrix tiles (AMX), by panels of hidden units: each worker computes those of its own
+// units, in the layout that the loop over the steps reads (RnnInput).
 #pragma once
 
 #include "few_rows.h"
@@ -8,14 +8,14 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Panels whose weights stay in L2 while all tokens go by.
+// Bytes of panels whose weights stay in L2 over all tokens.
 constexpr int64_t kInputBytes = 768 << 10;
 constexpr int64_t input_stride(int64_t inputs) { return padded_words(inputs) + 16; }
 constexpr int64_t input_scratch(int64_t inputs) { return 32 * input_stride(inputs); }
 
-// Rows of zx, NV tiles wide, one panel panel_stride after the other: x W_ih + bias, 32 tokens at a time. begin() goes
-// back to the first token, next() returns the row of x of the next one; bias_of(panel, sums) fills in a panel's. zx has
-// room for whole blocks of 32 rows.
+// Rows of zx, NV tiles wide, in panels panel_stride apart: x W_ih + bias, 32 tokens at a time. begin() returns to the
+// first token, next() returns the next token's row of x; bias_of(panel, sums) writes a panel's bias. zx has room for
+// whole blocks of 32 rows.
 template <int NV, class Begin, class Next, class BiasOf>
 void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, const Next& next, const float* packed,
                           int64_t panel_begin, int64_t panel_end, bool has_bias, const BiasOf& bias_of, float* zx,

@@ -1,5 +1,5 @@
-// The entry points of the recurrent kernels, for the types that a translation unit is made for: all of them
-// (kernels.cpp), or bfloat16 with operands in pairs (bf16.cpp).
+// The recurrent kernels' entry points, for the dtypes of a translation unit: all of them (kernels.cpp), or bfloat16
+// with operands of pairs (bf16.cpp).
 #pragma once
 
 #include "backward.h"
@@ -17,7 +17,7 @@ int64_t forward_state_bytes(const RnnLayer& l, int64_t rows) {
 int64_t forward_scratch_bytes(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, forward_scratch<A>(l, rows) * static_cast<int64_t>(sizeof(A)));
 }
-// The input's product on tiles, unless the gates of a row are needed together.
+// Products with the input on tiles, unless a norm or a projection needs whole rows.
 int64_t forward_input_columns(const RnnLayer& l) {
 #if defined(SK_TILES)
   return l.inputs > 0 && !l.norm && !l.project ? forward_panels<float>(l) * panel_width<float>(gate_count(l.cell)) : 0;

@@ -1,6 +1,5 @@
-// What the loops over the steps share, forward and backward: operands and products, the way through the rows of a
-// share, and the state that comes and goes with them. The depth of a product and the distance of its operands' rows are
-// in words (operand.h), but for that of a Matrix.
+// What the forward and backward loops over the steps share: operands and products, the rows of a share, and their
+// state. Depths and row strides of operands are in words (operand.h), those of a Matrix in elements.
 #pragma once
 
 #include <new>
@@ -12,12 +11,11 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// The g-th of a turn: every other turn goes backwards, so that it finds the weights in cache that the last one ended
-// with.
+// Group g of a turn. Every other turn goes backwards, and so begins with the weights that are still in cache.
 inline int64_t zigzag(int64_t g, int64_t groups, int64_t turn) { return turn & 1 ? groups - 1 - g : g; }
 
-// Elements of the layer's type. Known when it runs: a branch that always goes the same way costs less than loops of
-// their own for every type.
+// The layer's element type is known at run time only: a predictable branch costs less than separate loops for every
+// type.
 template <class A>
 SK_INLINE Vec<A> load_as(Dtype dtype, const void* base, int64_t element, int64_t n) {
   if constexpr (sizeof(A) == 8) {
@@ -39,23 +37,23 @@ SK_INLINE void store_as(Dtype dtype, void* base, int64_t element, V v, int64_t n
   }
 }
 template <class A>
-SK_INLINE void fetch_as(Dtype dtype, const void* base, int64_t element) {
+SK_INLINE void prefetch_as(Dtype dtype, const void* base, int64_t element) {
   __builtin_prefetch(static_cast<const char*>(base) + element * size_of(dtype));
 }
 
-// Whether a pass has none of the options that the plain loops leave out.
+// Whether a pass has none of the options that the plain loops omit.
 inline bool plain(const RnnLayer& l, const RnnDirection& d) {
   return !l.norm && !l.project && !l.zoneout.active && !d.peephole && !d.mask;
 }
 
-// The rows of a share on their way through the steps of one direction.
-struct Rows {
+// The rows of a share, on their way through the steps of one direction.
+struct ShareRows {
   const RnnLayer& layer;
   const RnnShare& share;
   bool reverse;
-  int64_t first_token;  // of the steps at hand
+  int64_t first_token;  // of the steps of this pass
 
-  Rows(const RnnLayer& layer_, const RnnDirection& d, const RnnShare& share_, int64_t step_begin, int64_t step_end)
+  ShareRows(const RnnLayer& layer_, const RnnDirection& d, const RnnShare& share_, int64_t step_begin, int64_t step_end)
       : layer(layer_),
         share(share_),
         reverse(d.reverse),
@@ -67,25 +65,25 @@ struct Rows {
     const int64_t left = layer.active[t] - share.first;
     return left > 0 ? (left + share.stride - 1) / share.stride : 0;
   }
-  int64_t place(int64_t i) const { return share.first + i * share.stride; }  // in the order
+  int64_t place(int64_t i) const { return share.first + i * share.stride; }  // in the layer's order
   int64_t row(int64_t i) const { return layer.order[place(i)]; }
   int64_t token(int64_t t, int64_t i) const { return layer.starts[t] - first_token + place(i); }
-  // Whether row i, active at t, starts there from zero.
+  // Whether row i, active at t, starts from zero there.
   bool reset(int64_t t, int64_t i) const {
     if (!layer.resets) return false;
     if (!reverse) return layer.resets[t * layer.batch + row(i)];
     return has_later(t, i) && layer.resets[(t + 1) * layer.batch + row(i)];
   }
   bool has_later(int64_t t, int64_t i) const { return t + 1 < layer.steps && place(i) < layer.active[t + 1]; }
-  // The time of the step before t, or -1: there is none, it starts from the initial state.
+  // The time of the step before t, or -1 if t starts from the initial state.
   int64_t previous(int64_t t, int64_t i) const { return !reverse ? t - 1 : has_later(t, i) ? t + 1 : -1; }
-  // In the random numbers of zoneout; which: 0 for h, 1 for c.
+  // The row of zoneout's random numbers; which: 0 for h, 1 for c.
   int64_t random_row(int64_t direction, int which, int64_t t, int64_t i) const {
     return ((2 * direction + which) * layer.steps + t) * layer.batch + row(i);
   }
 };
 
-// Scratch begins with where the rows of a turn lie, worked out once and not for every panel; its products follow.
+// Scratch begins with a table of the turn's rows, made once and not for every panel; the products follow.
 template <class Row, class A>
 constexpr int64_t row_table_size(int64_t rows) {
   return (rows * static_cast<int64_t>(sizeof(Row)) + 63) / 64 * 64 / static_cast<int64_t>(sizeof(A));
