@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Backwa
     ElementNorm<CELL> norm[NORM ? E : 1];
 
     // Prefetches an element's saved state and gradients, one step ahead.
-    const auto ask = [&](int i, bool wanted, int t, const Flags& flags) {
+    const auto prefetch = [&](int i, bool wanted, int t, const Flags& flags) {
       if (!wanted || !flags.active) return;
       const int unit = team.first_unit + team.u + 32 * i;
       kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, t, flags.reset);
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Backwa
       if (scan.mask != nullptr) factor[i] = scan.mask[at];
       if (p.grad_h_n != nullptr) later[i] = read<T>(p.grad_h_n, at);
       if (CELL == kRnnLstm && p.grad_c_n != nullptr) later_c[i] = read<T>(p.grad_c_n, at);
-      ask(i, true, last, now);
+      prefetch(i, true, last, now);
     }
 
     for (int step = scan.steps - 1; step >= 0; --step) {
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Backwa
 #pragma unroll
       for (int i = 0; i < E; ++i) {
         if (there[i] && now.active) { grads[i].end(scan, kept[i], now.reset, sums, norm[NORM ? i : 0], later_c[i]); }
-        ask(i, there[i], ahead, next);
+        prefetch(i, there[i], ahead, next);
         if (team.u + 32 * i >= team.mine) continue;
 #pragma unroll
         for (int k = 0; k < G; ++k) {
