@@ -183,7 +183,7 @@ def test_source_archive_has_every_source(tmp_path):
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
-    assert {Path(name).suffix for name in sources} == {".cpp", ".h", ".cu", ".cuh"}
+    assert {Path(name).suffix for name in sources} == {".cpp", ".h", ".cu", ".cuh", ".md"}
     assert sources | {"seqkern/py.typed"} <= names
 
 
