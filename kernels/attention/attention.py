@@ -1,10 +1,10 @@
 """Attention with every option, forward and backward, in Triton.
 
-The idea. Neither the scores nor their gradients ever reach memory. The forward pass walks the keys block by block
-beside a tile of queries and keeps a running maximum and sum of each row (online softmax: Milakov & Gimelshein 2018;
-Dao et al. 2022); of the softmax only lse is stored. The backward pass recomputes the probabilities from lse, in two
-passes that each own what they write: dQ over query tiles (which also computes delta), then dK and dV over key tiles,
-summed over the query heads of a group. No atomics: the same bits every run.
+The idea. Neither scores nor their gradients reach memory. The forward pass walks the keys block by block for a tile of
+queries and keeps a running maximum and sum of each row (online softmax: Milakov & Gimelshein 2018; Dao et al. 2022); of
+the softmax only lse is stored. The backward pass recomputes the probabilities from lse in two kernels that each own
+what they write: dQ over tiles of queries (it also computes delta), then dK and dV over tiles of keys, summed over the
+query heads of a group. No atomics: the same bits every run.
 
 The equations, with diag = diagonal, or diagonal + nk - nq, and z = -inf outside the band i + low <= j <= i + high:
 
@@ -15,39 +15,19 @@ The equations, with diag = diagonal, or diagonal + nk - nq, and z = -inf outside
     dq_i = scale sum_j ds_ij k_j  dk_j = scale sum_i ds_ij q_i
     dmask = dz, summed over what the mask is broadcast over           ddistance_i = sum_j dz_ij |i + diag - j|
 
-with r_ij = 1 / (1 - p_drop) where dropout keeps (i, j), else 0. What a tile needs of this stands in
-blocks.py, decoding (few queries, many keys) in decode.py, tiles and arguments in plans.py.
+with r_ij = 1 / (1 - p_drop) where dropout keeps (i, j), else 0. blocks.py has what a tile needs of this,
+decode.py split-KV decode (few queries, many keys), plans.py tiles and arguments.
 
 Exponentials are powers of two. Blocks outside the band are never visited, and only the blocks at its edges compare
 positions: a window is a left edge, a middle and a right edge. A row that sees no key gives out 0, lse -inf and zero
-gradients. The gradient of a mask per sequence and head is written by the dQ pass, which meets every score once; a mask
-that several share has a kernel that owns its tiles and walks those who share it, in order. Packed sequences read their
+gradients. The gradient of a mask per sequence and head is written by the dQ kernel, which visits every score once. A
+mask that several share has a kernel that owns its tiles and walks the sharers in order. Packed sequences read their
 starts from device memory; tiles beyond a sequence's length end at once.
 
-What was tried, judged by the compiler's register report (no GPU speed has been measured yet):
-- one loop with a branch around the mask instead of two loops: a third fewer registers, but Triton then no longer sees
-  that the two products are chained, splits a row over several warps, and every softmax crosses shared memory;
-- the loop over the heads of a group around the loop over queries: at D 128 288 bytes of spills on sm_100 and 56 on
-  sm_90; as one flat loop none;
-- 64-bit offset tensors for lse and delta: some 500 bytes of spills; a 64-bit scalar base and 32-bit offsets: none;
-- fp32 "ieee" and fp64 with whole tiles as operands: spills from head dimension 128 on, in kilobytes at 256; see
-  `tile_scores`. The loop over slices must not unroll, so head dimensions are runtime arguments;
-- a mask through offsets of 64 bits, or with a base that is not known to be a multiple of 8: single elements are loaded,
-  some 250 bytes of spills at D 128; offsets of 32 bits and 16-byte loads: none with key blocks of half the size;
-- packed sequences whose lengths live across the loop: up to 40 bytes at D 256; read again behind it: none;
-- ptxas would rather fit two programs and spill 8 to 100 bytes of many kernels with options; a limit of 255 registers
-  stops that, but adds to the spills of some that are full already (36 bytes become 256 with a packed window at D 256
-  on sm_100, there with blocks of 32 keys none);
-- the shared mask's gradient with whole tiles as operands: over 1000 bytes at D 256; in slices of 64 columns none.
-- at D 64 in 16 bits, a mask, ALiBi or softcap beside two stages and blocks of 32: up to 188 bytes in the backward pass
-  on sm_120, 16 for dQ with ALiBi on sm_80; none for dQ with blocks of 16 keys, none for dK and dV with one stage (half
-  the block with two stages keeps them).
-- dQ in 16 bits with an option on sm_120: 16 to 84 bytes with two stages at D 128 and with one at D 256, none the other
-  way round, in blocks of the same size or twice that;
-- forward in fp64 with a bool mask at D 128 on sm_120: 2660 bytes in blocks of 16 keys, none in blocks of 32;
-- fp32 without options on sm_120: ptxas would fit two programs and spill 16 to 64 bytes (dK and dV at D 8 to 16 and 192,
-  forward at D 13); with a limit of 255 registers none, but one program;
-- folding 512 chunks of decoding at a time, D up to 16: 56 bytes on sm_120; 256 at a time: none.
+Shipped choices, each for the registers (NOTES.md has the figures): two loops, with and without the band's comparison,
+instead of one with a branch; the heads of a group and their queries as one flat loop; 64-bit scalar bases with 32-bit
+offsets; slices of the head dimension where there are no tensor cores, in a loop that must not unroll, so that head
+dimensions are runtime arguments; lengths of packed sequences loaded again after the loop.
 """
 
 import torch
@@ -82,7 +62,7 @@ from .blocks import (
     power,
     query_range,
     result_rows,
-    rows_to_units,
+    scaled_lse,
     score_factor,
     sequence,
     visible,
@@ -92,7 +72,7 @@ from .decode import decodes, packed, plan_decode
 from .plans import SIZES, plan, prepare, result, statistics, usable
 
 # fmt: off
-# Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
+# Signatures are grouped: pointers, strides, sizes, then compile-time constants.
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
@@ -100,7 +80,7 @@ def _forward_kernel(
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
-    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
@@ -121,7 +101,7 @@ def _forward_kernel(
     high = None if high is None else high + shift
     keys = nk
     if query_starts_ptr is not None:
-        keys = tl.where(query0 < nq, nk, 0)  # a tile beyond the sequence meets none
+        keys = tl.where(query0 < nq, nk, 0)  # a tile beyond the sequence visits no key
     first, full, edge, last = key_range(query0, nq, keys, low, high, BLOCK_Q, BLOCK_K)
     query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, query_start + query0, ALIGNED)
     key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, key_start, ALIGNED)
@@ -136,25 +116,25 @@ def _forward_kernel(
 
     query = load_tile(query_ptr, nq - query0, D, q_stride, BLOCK_Q, BLOCK_D)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], ACC)
-    row_max = tl.full([BLOCK_Q], float("-inf"), ACC)  # over the keys seen so far, in the units of `power`
+    row_max = tl.full([BLOCK_Q], float("-inf"), ACC)  # over the keys so far, scaled as `power` expects
     row_sum = tl.zeros([BLOCK_Q], ACC)
     i = (query0 + tl.arange(0, BLOCK_Q))[:, None]
-    if sinks_ptr is not None:  # a key of its own, whose value is 0
+    if sinks_ptr is not None:  # a key without a value
         sink = tl.load(sinks_ptr + h)
-        row_max = tl.maximum(row_max, sink if UNITS == NATURAL else sink * LOG2E)
+        row_max = tl.maximum(row_max, sink if SCORES == NATURAL else sink * LOG2E)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0).to(ACC)
     if low is not None:
         acc, row_max, row_sum = forward_blocks(
             acc, row_max, row_sum, query, i, tiles, first, tl.minimum(full, last), place, low, high, numbers, slope,
-            mask_at, mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
+            mask_at, mask_row, seed, True, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
         )
     acc, row_max, row_sum = forward_blocks(
         acc, row_max, row_sum, query, i, tiles, full, edge, place, low, high, numbers, slope, mask_at,
-        mask_row, seed, False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
+        mask_row, seed, False, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
     )
     acc, row_max, row_sum = forward_blocks(
         acc, row_max, row_sum, query, i, tiles, edge, last, place, low, high, numbers, slope, mask_at,
-        mask_row, seed, True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
+        mask_row, seed, True, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
     )
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key: out 0, lse -inf
@@ -167,7 +147,7 @@ def _forward_kernel(
     lse_ptr += (b * H + h) * Nq if query_starts_ptr is not None else head * Nq
     first_row = query_start + query0
     store_tile(out_ptr + first_row * o_stride, out, nq - query0, DV, o_stride)
-    lse = row_max + tl.log2(row_sum) * LN2 if UNITS == NATURAL else (row_max + tl.log2(row_sum)) * LN2
+    lse = row_max + tl.log2(row_sum) * LN2 if SCORES == NATURAL else (row_max + tl.log2(row_sum)) * LN2
     row = tl.arange(0, BLOCK_Q)
     tl.store(lse_ptr + first_row + row, lse, mask=row < nq - query0)
     if query_starts_ptr is not None:
@@ -180,7 +160,7 @@ def _forward_kernel(
 def _grad_query_blocks(
     grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_ptr, first, last, place,
     low, high, numbers, slope, mask_ptr, mask_row, seed,
-    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    EDGE: tl.constexpr, SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
 ):
     query_ptr, q_stride, grad_out_ptr, g_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
@@ -189,7 +169,7 @@ def _grad_query_blocks(
     rows = nq - query0
     row = tl.arange(0, query.shape[0])
     i = (query0 + row)[:, None]
-    factor = score_factor(scale, UNITS)
+    factor = score_factor(scale, SCORES)
     for key0 in range(first, last, BLOCK_K):
         key_at = key_ptr + key0 * k_stride
         value_at = value_ptr + key0 * v_stride
@@ -200,9 +180,9 @@ def _grad_query_blocks(
         j = (key0 + column)[None, :]
         z, bent = biased(
             score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr,
-            mask_row, EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
+            mask_row, EDGE, SCORES, SOFTCAP, MASK_COLUMNS,
         )
-        p = power(z, lse[:, None], factor, UNITS)
+        p = power(z, lse[:, None], factor, SCORES)
         if EDGE:
             p = tl.where(visible(i, j, nk, low, high), p, 0.0)
         value = load_tile(value_at, keys, DV, v_stride, BLOCK_K, grad_out.shape[1], EDGE)
@@ -230,7 +210,7 @@ def _grad_query_kernel(
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
-    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
@@ -270,9 +250,9 @@ def _grad_query_kernel(
     delta = tl.sum(grad_out.to(ACC) * out.to(ACC), 1)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + first_row + row, mask=row < rows, other=0.0)
-    delta = tl.where(lse == float("-inf"), 0.0, delta)  # whatever the gradient of an lse of -inf is, it goes nowhere
+    delta = tl.where(lse == float("-inf"), 0.0, delta)  # the gradient of an lse of -inf has no effect
     tl.store(delta_ptr + first_row + row, delta, mask=row < rows)
-    lse = rows_to_units(lse, UNITS)
+    lse = scaled_lse(lse, SCORES)
 
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head)
     mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
@@ -283,22 +263,22 @@ def _grad_query_kernel(
     numbers = (scale, scalar(softcap, ACC), scalar(keep_scale, ACC), threshold)
     query = load_tile(query_ptr, rows, D, q_stride, BLOCK_Q, BLOCK_D)
     grad_query = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
-    grad_distance = tl.zeros([BLOCK_Q], ACC)  # unused, and no register, where there is no pointer
+    grad_distance = tl.zeros([BLOCK_Q], ACC)  # optimised away where there is no pointer
     if low is not None:
         grad_query, grad_distance = _grad_query_blocks(
             grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_at, first,
             tl.minimum(full, last), place, low, high, numbers, slope, mask_at, mask_row, seed,
-            True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
+            True, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
         )
     grad_query, grad_distance = _grad_query_blocks(
         grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_at, full, edge,
         place, low, high, numbers, slope, mask_at, mask_row, seed,
-        False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
+        False, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
     )
     grad_query, grad_distance = _grad_query_blocks(
         grad_query, grad_distance, query, grad_out, lse, delta, tiles, grad_distance_ptr, grad_mask_at, edge, last,
         place, low, high, numbers, slope, mask_at, mask_row, seed,
-        True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
+        True, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, SLICE,
     )
     if query_starts_ptr is not None:
         query_start, nq = packed_rows(s, query_starts_ptr, Nq, max_queries)
@@ -319,10 +299,10 @@ def _grad_query_kernel(
 def _grad_key_value_blocks(
     grad_key, grad_value, key, value, tiles, q_strides, g_strides, first, last, place, low, high, numbers,
     slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
-    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    EDGE: tl.constexpr, SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, SLICE: tl.constexpr,
 ):
-    """Adds the queries first ... last - 1 of every head of the group. Tiles of scores are (BLOCK_K, BLOCK_Q) here."""
+    """Adds queries first ... last - 1 of every head of the group. Score tiles are (BLOCK_K, BLOCK_Q) here."""
     key_ptr, k_stride, value_ptr, v_stride, query_ptr, grad_out_ptr, lse_ptr, delta_ptr = tiles
     s, b, hk, query_start, key0, nq, nk, diagonal, H, Hk, Nq, D, DV = place
     scale, softcap, keep_scale, threshold = numbers
@@ -330,7 +310,7 @@ def _grad_key_value_blocks(
     row = tl.arange(0, BLOCK_Q)
     column = tl.arange(0, key.shape[0])
     j = (key0 + column)[:, None]
-    factor = score_factor(scale, UNITS)
+    factor = score_factor(scale, SCORES)
     group = H // Hk
     blocks = tl.cdiv(tl.maximum(0, last - first), BLOCK_Q)
     for step in range(group * blocks):
@@ -342,15 +322,15 @@ def _grad_key_value_blocks(
         grad_out_at, g_stride = head_rows(grad_out_ptr, g_strides, b, h, query_start + query0, ALIGNED)
         query = load_tile(query_at, rows, D, q_stride, BLOCK_Q, key.shape[1])
         at = (b * H + h) * Nq + query_start + query0
-        lse = rows_to_units(tl.load(lse_ptr + at + row, mask=row < rows, other=float("-inf")), UNITS)
+        lse = scaled_lse(tl.load(lse_ptr + at + row, mask=row < rows, other=float("-inf")), SCORES)
         slope = None if slopes_ptr is None else tl.load(slopes_ptr + s * H + h)
         mask_at = None if mask_ptr is None else head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
         score = tile_scores(key, key_ptr, keys, k_stride, query, query_at, rows, q_stride, D, ACC, SLICE, PRECISION)
         z, bent = biased(
             score, i, query0, key0, row[None, :], column[:, None], nq, nk, diagonal, scale, softcap, slope, mask_at,
-            mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS,
+            mask_row, True, SCORES, SOFTCAP, MASK_COLUMNS,
         )
-        p = power(z, lse[None, :], factor, UNITS)
+        p = power(z, lse[None, :], factor, SCORES)
         if EDGE:
             p = tl.where(visible(i, j, nk, low, high), p, 0.0)
         grad_out = load_tile(grad_out_at, rows, DV, g_stride, BLOCK_Q, value.shape[1])
@@ -379,7 +359,7 @@ def _grad_key_value_kernel(
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
-    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
@@ -415,23 +395,23 @@ def _grad_key_value_kernel(
         grad_key, grad_value = _grad_key_value_blocks(
             grad_key, grad_value, key, value, tiles, q_strides, g_strides, first, tl.minimum(full, last), place, low,
             high, numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
-            True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
+            True, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
         )
     grad_key, grad_value = _grad_key_value_blocks(
         grad_key, grad_value, key, value, tiles, q_strides, g_strides, full, edge, place, low, high,
         numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
-        False, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
+        False, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
     )
     if low is not None:
         grad_key, grad_value = _grad_key_value_blocks(
             grad_key, grad_value, key, value, tiles, q_strides, g_strides, edge, last, place, low, high,
             numbers, slopes_ptr, mask_ptr, mask_strides, mask_row, seed,
-            True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
+            True, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, ALIGNED, BLOCK_Q, SLICE,
         )
     if seed is not None:
         grad_value *= keep_scale
     grad_key *= scale
-    if key_lengths_ptr is not None:  # keys behind the length got whatever their zeros give
+    if key_lengths_ptr is not None:  # keys beyond the length must be 0, whatever their sums are
         counts = (tl.arange(0, BLOCK_K) < nk - key0)[:, None]
         grad_key = tl.where(counts, grad_key, 0.0)
         grad_value = tl.where(counts, grad_value, 0.0)
@@ -455,11 +435,11 @@ def _grad_mask_kernel(
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
-    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """The gradient of a mask that sequences or heads share: a program owns a tile and walks those who share it."""
+    """The gradient of a mask that sequences or heads share. A program owns a tile and walks the sharers."""
     query_blocks = tl.cdiv(max_queries, BLOCK_Q)
     key_blocks = tl.cdiv(max_keys, BLOCK_K)
     tile = (tl.program_id(0) // (query_blocks * key_blocks)).to(tl.int64)
@@ -472,7 +452,7 @@ def _grad_mask_kernel(
     scale = scalar(scale, ACC)
     softcap = scalar(softcap, ACC)
     keep_scale = scalar(keep_scale, ACC)
-    factor = score_factor(scale, UNITS)
+    factor = score_factor(scale, SCORES)
     seed = None if seed_ptr is None else tl.load(seed_ptr)
     row = tl.arange(0, BLOCK_Q)
     i = (query0 + row)[:, None]
@@ -506,11 +486,11 @@ def _grad_mask_kernel(
             mask_at = head_mask(mask_ptr, mask_strides, s, h, MASK_COLUMNS)
             z, _bent = biased(
                 score, i, query0, key0, row[:, None], column[None, :], nq, nk, diag, scale, softcap, slope, mask_at,
-                mask_row, True, UNITS, SOFTCAP, MASK_COLUMNS,
+                mask_row, True, SCORES, SOFTCAP, MASK_COLUMNS,
             )
             first_row = (b * H + h) * Nq + at
-            lse = rows_to_units(tl.load(lse_ptr + first_row + row, mask=row < rows, other=float("-inf")), UNITS)
-            p = tl.where(visible(i, j, nk, lowest, highest), power(z, lse[:, None], factor, UNITS), 0.0)
+            lse = scaled_lse(tl.load(lse_ptr + first_row + row, mask=row < rows, other=float("-inf")), SCORES)
+            p = tl.where(visible(i, j, nk, lowest, highest), power(z, lse[:, None], factor, SCORES), 0.0)
             grad_out = load_tile(grad_out_at, rows, DV, g_stride, BLOCK_Q, BLOCK_DV)
             value = load_tile(value_at, keys, DV, v_stride, BLOCK_K, BLOCK_DV)
             grad_p = tile_scores(
@@ -528,12 +508,12 @@ def _grad_mask_kernel(
 
 
 def _setting(query):
-    """What `plan` asks torch beside what it is given."""
+    """What `plan` asks torch for beside its arguments."""
     return torch.backends.cuda.matmul.fp32_precision if query.dtype == torch.float32 else None
 
 
 def _plan_forward(memory, query, key, value, mask, *others):
-    """(out, lse), and the launches that write them. `others` as in `attention_fwd`, the sinks behind the seed."""
+    """(out, lse), and the launches that write them. `others` as in `attention_fwd`, with the sinks after the seed."""
     *tensors, sinks = others[:6]
     problem = prepare(query, key, value, mask, *tensors, *others[6:16])
     (b, h, nq, _), dv = query.shape, value.size(-1)
@@ -544,7 +524,7 @@ def _plan_forward(memory, query, key, value, mask, *others):
 
 
 def _plan_decode(memory, query, key, value, mask, *others):
-    """The same of a packed query; behind the rest how many heads it is of."""
+    """The same for a packed query; the last argument is the number of its heads."""
     *tensors, sinks = others[:6]
     problem = prepare(query, key, value, mask, *tensors, *others[6:16])
     return plan_decode(memory, problem, sinks, others[-1])
@@ -553,8 +533,8 @@ def _plan_decode(memory, query, key, value, mask, *others):
 def _plan_backward(memory, grad_out, grad_lse, out, lse, query, key, value, mask, *others):
     """What `attention_bwd` returns, and the launches that write it.
 
-    `others` as in `attention_bwd`, without sinks; at the end (shape, dtype) of the mask that wants a gradient or None,
-    and whether the slopes want one.
+    `others` as in `attention_bwd`, without sinks; then (shape, dtype) of a mask that needs a gradient, or None, and
+    whether the slopes need one.
     """
     problem = prepare(query, key, value, mask, *others[:15])
     wanted, need_slopes = others[-2:]
@@ -621,7 +601,7 @@ def attention_bwd(
     return grads if sign is None else (grads[0] * sign, *grads[1:])
 
 
-# For the ahead-of-time gate: what `prepare` is told of each option, and whether tensors of gradients come with it.
+# For the ahead-of-time gate: arguments of `prepare` for each option, and whether it comes with gradient tensors.
 _AOT_OPTIONS = {
     "full": {},
     "causal": {"right": 0},
@@ -639,8 +619,8 @@ _AOT_OPTIONS["all"] = {name: value for options in _AOT_OPTIONS.values() for name
 def aot_configurations(limit, thorough):
     """The launches to compile ahead of time for a device with `limit` bytes of shared memory, as (name, launch).
 
-    thorough False: the common head dimensions, and everything at once. True: every row of the tile table, exact, padded
-    and unaligned, without options and with each of them.
+    thorough False: the common head dimensions, and all options at once. True: every row of the tile table, exact,
+    padded and unaligned, without options and with each of them.
     """
     floats = (torch.bfloat16, torch.float32)
     cases = [(dtype, d, d, "causal") for dtype in floats for d in (64, 128)] + [(torch.bfloat16, 64, 64, "all")]

@@ -1,16 +1,16 @@
-"""What one tile of attention needs: who sees whom, and what becomes of a score before its exponential.
+"""What a tile of attention needs: which keys a query sees, and how a product q.k becomes the score in the exponent.
 
-An option that is not there costs nothing: its pointer (or limit) is None, which the compiler knows.
+An absent option costs nothing: its pointer (or limit) is None, which the compiler knows.
 
-How scores are kept, UNITS, depends on the options, so that plain attention pays one multiply-add a score:
+How scores are kept, SCORES, depends on the options, so that plain attention pays one multiply-add a score:
 
-    RAW      z is q.k itself, one multiplication by scale log2(e) comes with the exponential (the running maximum too)
-    SCALED   z is the score with scale, softcap and ALiBi in it; log2(e) comes with the exponential
-    NATURAL  the same plus an additive mask, and the maximum is kept as it is: masks hold the most negative finite
-             number, which times log2(e) would be -inf, and a row of nothing else would no longer be uniform
+    RAW      z is q.k; the exponential multiplies by scale log2(e), and so does the running maximum
+    SCALED   z includes scale, softcap and ALiBi; the exponential multiplies by log2(e)
+    NATURAL  also an additive mask; the maximum is kept as it is, because masks hold the most negative finite number:
+             times log2(e) it would be -inf, and a row of nothing else would no longer be uniform
 
-Query i sees i + low <= j <= i + high, where None is no limit. An option that may be None is an argument, never in a
-result: Triton 3.6 makes a tensor of every element of a tuple that a function returns, and fails with None.
+Query i sees i + low <= j <= i + high, where None is no limit. An option that may be None is always an argument and
+never a result: Triton 3.6 makes a tensor of every element of a returned tuple, and fails with None.
 """
 
 import math
@@ -27,11 +27,12 @@ SCALED = tl.constexpr(1)
 NATURAL = tl.constexpr(2)
 
 # fmt: off
-# Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
+# Signatures are grouped: pointers, strides, sizes, then compile-time constants.
 
 @triton.jit
 def packed_rows(s, starts_ptr, N, most):
-    """The first row and the number of rows of a packed sequence. Volatile: read again behind a loop, not kept in it."""
+    """First row and number of rows of a packed sequence. Volatile: loaded again after a loop instead of being kept
+    across it."""
     first = tl.minimum(tl.maximum(tl.load(starts_ptr + s, volatile=True).to(tl.int64), 0), N)
     end = tl.minimum(tl.load(starts_ptr + s + 1, volatile=True).to(tl.int64), N)
     return first, tl.minimum(tl.maximum(end - first, 0), most).to(tl.int32)
@@ -39,8 +40,8 @@ def packed_rows(s, starts_ptr, N, most):
 
 @triton.jit
 def sequence(s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_queries, max_keys):
-    """Of sequence s: its batch entry, its first row and number of queries, its first row and number of keys, and how
-    many of those keys count. Starts outside the tensors are cut to them: what they enclose is always there."""
+    """Of sequence s: batch entry, first row and number of queries, first row and number of keys, number of visible
+    keys. Clamps starts to the tensors, so every row between them exists."""
     b = s
     query_start = s * 0
     key_start = s * 0
@@ -60,7 +61,7 @@ def sequence(s, query_starts_ptr, key_starts_ptr, key_lengths_ptr, Nq, Nk, max_q
 def zero_gaps(
     pointer, stride, starts_ptr, S, N, columns, value, program, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """`value` into the rows before the first sequence and behind the last; `programs` of them share the work."""
+    """Stores `value` into rows before the first sequence and after the last; `programs` programs share the work."""
     before = tl.minimum(tl.maximum(tl.load(starts_ptr).to(tl.int64), 0), N)
     behind = tl.maximum(tl.minimum(tl.load(starts_ptr + S).to(tl.int64), N), before)
     gap = before + N - behind
@@ -75,7 +76,7 @@ def zero_gaps(
 
 @triton.jit
 def result_rows(pointer, starts_ptr, head, h, H, N, columns):
-    """Where the rows of a head of a result begin, and their stride: (B, H, N, columns), or packed (N, H, columns)."""
+    """Start and stride of a head's rows in a result: (B, H, N, columns), or packed (N, H, columns)."""
     if starts_ptr is None:
         return pointer + head * N * columns, columns
     else:
@@ -84,8 +85,8 @@ def result_rows(pointer, starts_ptr, head, h, H, N, columns):
 
 @triton.jit
 def key_range(query0, nq, nk, low, high, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The key blocks of a tile of queries, as first, full, edge, last: whole blocks from full to edge are seen by every
-    query of the tile, the blocks before and behind (up to last) by some, and all others by none."""
+    """Key blocks of a tile of queries: first, full, edge, last. Blocks from full to edge are seen by every query of the
+    tile, those before and after (up to last) by some, all others by none."""
     end = tl.minimum(query0 + BLOCK_Q, nq)
     first = 0
     full = 0
@@ -104,7 +105,8 @@ def key_range(query0, nq, nk, low, high, BLOCK_Q: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit
 def query_range(key0, nq, nk, low, high, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The same for a tile of keys: the query blocks first ... full, full ... edge, edge ... last."""
+    """Query blocks of a tile of keys: partly seen in first ... full, fully in full ... edge, partly in edge ... last.
+    """
     end = tl.minimum(key0 + BLOCK_K, nk)
     last = tl.where(key0 < nk, nq, 0)
     first = 0
@@ -122,7 +124,7 @@ def query_range(key0, nq, nk, low, high, BLOCK_Q: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit
 def visible(i, j, nk, low, high):
-    """Which keys j which queries i see; one of them a column, the other a row."""
+    """Which pairs of queries i and keys j are visible; one of them a column, the other a row."""
     seen = j < nk
     if low is not None:
         seen = seen & (j >= i + low)
@@ -133,7 +135,8 @@ def visible(i, j, nk, low, high):
 
 @triton.jit
 def tanh(x):
-    """To a few last places, small x too: rational below 0.625 (Cephes; Moshier 1989), 1 - 2 / (e^2x + 1) above."""
+    """tanh, correct to a few last places, also for small x: rational below 0.625 (Cephes; Moshier 1989), above it 1 - 2
+    / (e^2x + 1)."""
     a = tl.abs(x)
     square = x * x
     if x.dtype == tl.float64:
@@ -156,24 +159,24 @@ def distance(i, j, diagonal, ACC: tl.constexpr):
 
 @triton.jit
 def head_mask(mask_ptr, strides, s, h, MASK_COLUMNS: tl.constexpr):
-    """Where the mask of head h of sequence s begins."""
+    """Start of the mask of head h of sequence s."""
     return mask_ptr + aligned(s * strides[0] + h * strides[1], MASK_COLUMNS == 8)
 
 
 @triton.jit
 def biased(
     score, i, query0, key0, row, column, nq, nk, diagonal, scale, softcap, slope, mask_ptr, mask_row,
-    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr,
+    EDGE: tl.constexpr, SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr,
 ):
-    """z of a tile of products q.k, but for the band, and the tanh in it (z itself without softcap).
+    """(z, tanh) of a tile of products q.k, without the band. The tanh is softcap's; without softcap it is z.
 
-    i: where the queries are; row and column, the positions within the tile, are a column and a row, or the other way
-    round. mask_row is the mask's stride, None where it has one row. MASK_COLUMNS: 0 where it has one column, 8 where
-    every row begins at a multiple of 8, else 1. EDGE False promises that all keys are there.
+    i: positions of the queries. row and column: positions within the tile, one a column and one a row. mask_row: the
+    mask's row stride, None if it has one row. MASK_COLUMNS: 0 if the mask has one column, 8 if every row starts at a
+    multiple of 8, else 1. EDGE False promises that all keys exist.
     """
     z = score
     bent = score
-    if UNITS != RAW:
+    if SCORES != RAW:
         if SOFTCAP:
             bent = tanh(score * (scale / softcap))
             z = bent * softcap
@@ -184,7 +187,7 @@ def biased(
     if mask_ptr is not None:
         at = mask_ptr
         inside = True
-        if mask_row is not None:  # a scalar of 64 bits and offsets of 32
+        if mask_row is not None:  # a 64-bit scalar and 32-bit offsets
             mask_row = aligned(mask_row.to(tl.int64), MASK_COLUMNS == 8)
             at = at + query0 * mask_row
             offset = row * mask_row.to(tl.int32)
@@ -197,7 +200,7 @@ def biased(
         if MASK_COLUMNS or mask_row is not None:
             at = at + offset
         mask = tl.load(at, mask=inside, other=0)
-        if UNITS == NATURAL:
+        if SCORES == NATURAL:
             z += mask.to(z.dtype)
         else:
             z = tl.where(mask != 0, z, float("-inf"))
@@ -205,42 +208,42 @@ def biased(
 
 
 @triton.jit
-def power(z, shift, factor, UNITS: tl.constexpr):
-    """e^(z - shift), the shift in the units that the running maximum has."""
-    if UNITS == NATURAL:
+def power(z, shift, factor, SCORES: tl.constexpr):
+    """e^(z - shift); the shift is scaled like the running maximum."""
+    if SCORES == NATURAL:
         return tl.exp2((z - shift) * LOG2E)
     return tl.exp2(z * factor - shift)
 
 
 @triton.jit
-def rows_to_units(lse, UNITS: tl.constexpr):
-    """A natural lse in the units of the running maximum; +inf for a row that sees nothing, so that p = 0."""
-    if UNITS != NATURAL:
+def scaled_lse(lse, SCORES: tl.constexpr):
+    """A natural lse, scaled like the running maximum; +inf for a row that sees nothing, so that p = 0."""
+    if SCORES != NATURAL:
         lse *= LOG2E
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
-def score_factor(scale, UNITS: tl.constexpr):
-    """What z is multiplied by to become a power of two."""
-    return scale * LOG2E if UNITS == RAW else scale * 0.0 + LOG2E
+def score_factor(scale, SCORES: tl.constexpr):
+    """The factor that makes z an exponent of two."""
+    return scale * LOG2E if SCORES == RAW else scale * 0.0 + LOG2E
 
 
 @triton.jit
 def forward_blocks(
     acc, row_max, row_sum, query, i, tiles, first, last, place, low, high, numbers, slope, mask_ptr, mask_row, seed,
-    EDGE: tl.constexpr, UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    EDGE: tl.constexpr, SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_DV: tl.constexpr, SLICE: tl.constexpr,
 ):
-    """Adds the keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries.
+    """Adds keys first ... last - 1 to the running maximum, sum and weighted values of a tile of queries.
 
-    i: where the queries are, a column.
+    i: positions of the queries, a column.
     """
     query_ptr, q_stride, key_ptr, k_stride, value_ptr, v_stride = tiles
     query0, first_row, nq, nk, diagonal, D, DV = place
     scale, softcap, _keep_scale, threshold = numbers
     row = tl.arange(0, query.shape[0])
-    factor = score_factor(scale, UNITS)
+    factor = score_factor(scale, SCORES)
     for key0 in range(first, last, BLOCK_K):
         key_at = key_ptr + key0 * k_stride
         keys = nk - key0
@@ -251,17 +254,17 @@ def forward_blocks(
         j = (key0 + column)[None, :]
         z, _bent = biased(
             score, i, query0, key0, row[:, None], column[None, :], nq, nk, diagonal, scale, softcap, slope, mask_ptr,
-            mask_row, EDGE, UNITS, SOFTCAP, MASK_COLUMNS,
+            mask_row, EDGE, SCORES, SOFTCAP, MASK_COLUMNS,
         )
         if EDGE:
             z = tl.where(visible(i, j, nk, low, high), z, float("-inf"))
         largest = tl.max(z, 1)
-        if UNITS != NATURAL:
+        if SCORES != NATURAL:
             largest *= factor
         new_max = tl.maximum(row_max, largest)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key yet: e^(-inf - 0) = 0, not NaN
-        p = power(z, shift[:, None], factor, UNITS)
-        decay = power(row_max, shift, 1.0, UNITS)
+        p = power(z, shift[:, None], factor, SCORES)
+        decay = power(row_max, shift, 1.0, SCORES)
         row_sum = row_sum * decay + tl.sum(p, 1)
         row_max = new_max
         if seed is not None:

@@ -1,11 +1,11 @@
-"""Attention of few queries over many keys: decoding. Forward only.
+"""Split-KV decode: attention of few queries over many keys. Forward only.
 
-The idea (Flash-Decoding: Dao et al. 2023). One tile of queries a head would leave the GPU idle and its rows empty. So
-the queries of all heads that share a key head are packed into the rows of one tile, which reads the keys once, and the
-keys are split into chunks of CHUNK, a program each. A program leaves the maximum, the sum and the weighted values of
-its chunk; a second kernel folds the chunks of a row in order. The size of a chunk is fixed and chunks that are not
-there count nothing, so a row has the same bits however long the cache around it is; with one chunk there is no second
-kernel, and again the bits are the same. The sink joins at the end for the same reason.
+The idea (Flash-Decoding: Dao et al. 2023). One tile of queries a head would leave the GPU idle and most of its rows
+empty. So the queries of all heads that share a key head are packed into the rows of one tile, which reads the keys
+once, and the keys are split into chunks of CHUNK, one program each. A program stores the maximum, the sum and the
+weighted values of its chunk; a second kernel combines a row's chunks in order. The chunk size is fixed and missing
+chunks contribute nothing, so a row has the same bits however long the cache around it is. With one chunk there is no
+second kernel, and again the bits are the same. The sink is added at the end for the same reason.
 """
 
 import torch
@@ -29,21 +29,21 @@ from .plans import SIZES, plan
 CHUNK = tl.constexpr(256)  # keys
 
 # fmt: off
-# Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
+# Signatures are grouped: pointers, strides, sizes, then compile-time constants.
 
 @triton.jit
-def _finish(acc, row_max, row_sum, sink, UNITS: tl.constexpr):
-    """(out, lse) of rows whose keys have all been seen; acc is (rows, columns)."""
+def _finish(acc, row_max, row_sum, sink, SCORES: tl.constexpr):
+    """(out, lse) of rows after all their keys; acc is (rows, columns)."""
     if sink is not None:
-        sink = sink if UNITS == NATURAL else sink * LOG2E
+        sink = sink if SCORES == NATURAL else sink * LOG2E
         new_max = tl.maximum(row_max, sink)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        decay = power(row_max, shift, 1.0, UNITS)
-        row_sum = row_sum * decay + power(sink, shift, 1.0, UNITS)
+        decay = power(row_max, shift, 1.0, SCORES)
+        row_sum = row_sum * decay + power(sink, shift, 1.0, SCORES)
         row_max = new_max
         acc *= decay[:, None]
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key: out 0, lse -inf
-    lse = row_max + tl.log2(row_sum) * LN2 if UNITS == NATURAL else (row_max + tl.log2(row_sum)) * LN2
+    lse = row_max + tl.log2(row_sum) * LN2 if SCORES == NATURAL else (row_max + tl.log2(row_sum)) * LN2
     return acc / row_sum[:, None], lse
 
 
@@ -54,14 +54,14 @@ def _decode_kernel(
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
-    UNITS: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SCORES: tl.constexpr, SOFTCAP: tl.constexpr, MASK_COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """A chunk of keys for up to BLOCK_Q rows of a key head; row r is query r % queries of its head r // queries.
+    """One chunk of keys for up to BLOCK_Q rows of a key head; row r is query r % queries of its head r // queries.
 
-    H = Hk and Nq = queries times the heads of a group here. chunk_max_ptr None: there is one chunk, out and lse are
-    the results. Otherwise out holds what is to be folded, (B, Hk, Nq, chunks, DV), and the other two without DV.
+    Here H = Hk, and Nq = queries times the heads of a group. chunk_max_ptr None: there is one chunk, and out and lse
+    are the results. Otherwise out holds the chunks' values, (B, Hk, Nq, chunks, DV), the other two the same without DV.
     """
     chunk = tl.program_id(0) % chunks
     blocks = tl.cdiv(Nq, BLOCK_Q)
@@ -100,7 +100,7 @@ def _decode_kernel(
     acc, row_max, row_sum = forward_blocks(
         tl.zeros([BLOCK_Q, BLOCK_DV], ACC), tl.full([BLOCK_Q], float("-inf"), ACC), tl.zeros([BLOCK_Q], ACC),
         query, (row % queries)[:, None], tiles, first, last, place, low, high, numbers, slope, None, None, None,
-        True, UNITS, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
+        True, SCORES, SOFTCAP, MASK_COLUMNS, ACC, PRECISION, BLOCK_K, BLOCK_DV, SLICE,
     )
     at = head * Nq + row0
     if chunk_max_ptr is not None:
@@ -113,7 +113,7 @@ def _decode_kernel(
         sink = None
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + of_head, mask=row < Nq, other=0.0)
-        out, lse = _finish(acc, row_max, row_sum, sink, UNITS)
+        out, lse = _finish(acc, row_max, row_sum, sink, SCORES)
         store_tile(out_ptr + at * DV, out, Nq - row0, DV, DV)
         tl.store(lse_ptr + at + tl.arange(0, BLOCK_Q), lse, mask=row < Nq)
 
@@ -121,9 +121,9 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def _fold_kernel(
     partial_ptr, chunk_max_ptr, chunk_sum_ptr, sinks_ptr, out_ptr, lse_ptr, queries, chunks, H, DV,
-    UNITS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SCORES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):
-    """One row a program: what its chunks left becomes its output."""
+    """One row a program: combines its chunks into the output."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_DV)
     ACC: tl.constexpr = chunk_max_ptr.dtype.element_ty
@@ -134,20 +134,20 @@ def _fold_kernel(
         chunk = first + tl.arange(0, BLOCK_C)
         largest = tl.load(chunk_max_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
         total = tl.load(chunk_sum_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
-        seen = largest > float("-inf")  # the others wrote nothing
+        seen = largest > float("-inf")  # other chunks wrote nothing
         at = partial_ptr + (row * chunks + first) * DV + tl.arange(0, BLOCK_C)[:, None] * DV + column[None, :]
         part = tl.load(at, mask=seen[:, None] & (column < DV)[None, :], other=0.0)
         new_max = tl.maximum(row_max, tl.max(largest, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = power(largest[None, :], shift[:, None], 1.0, UNITS)
-        decay = power(row_max, shift, 1.0, UNITS)
+        weight = power(largest[None, :], shift[:, None], 1.0, SCORES)
+        decay = power(row_max, shift, 1.0, SCORES)
         row_sum = row_sum * decay + tl.sum(total[None, :] * weight, 1)
         acc = acc * decay[:, None] + tl.sum(part * tl.trans(weight), 0)[None, :]
         row_max = new_max
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + row // queries % H)
-    out, lse = _finish(acc, row_max, row_sum, sink, UNITS)
+    out, lse = _finish(acc, row_max, row_sum, sink, SCORES)
     store_tile(out_ptr + row * DV, out, 1, DV, DV)
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
@@ -155,7 +155,8 @@ def _fold_kernel(
 
 
 def decodes(query, key, mask, query_starts, seed):
-    """Whether `plan_decode` runs a call. Decided by the number of queries, never by lengths: see the bits above."""
+    """Whether `plan_decode` runs a call. Decided by the number of queries, never by lengths, so that the bits are the
+    same."""
     if mask is not None or query_starts is not None or seed is not None:
         return False
     _, h, nq, _ = query.shape
@@ -163,14 +164,14 @@ def decodes(query, key, mask, query_starts, seed):
 
 
 def packed(query, key):
-    """The queries of all heads that share a key head as rows of one: (B, Hk, rows, D); few, where it is a copy."""
+    """The queries of all heads that share a key head as rows: (B, Hk, rows, D). Where it copies, there are few."""
     b, h, nq, d = query.shape
     hk = key.size(1)
     return query.reshape(b, hk, h // hk * nq, d)
 
 
 def plan_decode(memory, problem, sinks, heads):
-    """(out, lse), contiguous, and the launches that write them; the problem's query is `packed`."""
+    """(out, lse), contiguous, and the launches that write them. The problem's query is `packed`."""
     query, key, value = problem.query, problem.key, problem.value
     (b, hk, rows, _), dv = query.shape, value.size(-1)
     nq, acc = rows * hk // heads, accumulator(query.dtype)
@@ -186,7 +187,7 @@ def plan_decode(memory, problem, sinks, heads):
     pointers = (query, key, value, None, partial, None, chunk_max, chunk_sum)
     block_dv = max(16, power_of_two(dv))
     constants = {
-        "UNITS": problem.units,
+        "SCORES": problem.scores,
         "BLOCK_C": min(256, max(4, 8192 // block_dv // (2 if acc == torch.float64 else 1))),
         "BLOCK_DV": block_dv,
     }

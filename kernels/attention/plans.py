@@ -1,4 +1,4 @@
-"""Tiles and arguments of the attention kernels: chosen before a launch, from shapes, dtypes and options alone."""
+"""Tiles and arguments of the attention kernels, chosen before a launch from shapes, dtypes and options alone."""
 
 from typing import NamedTuple
 
@@ -7,24 +7,24 @@ import torch
 from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two, unit_last
 from .blocks import NATURAL, RAW, SCALED
 
-# Integers that must not be compiled in: nothing is compiled again when only lengths change. Of the elements of tuples
-# (strides, and the sizes of a mask) Triton notes two things all the same: a 1 is a constant, and a multiple of 16 is
-# known as one. So a kernel compiles anew when a stride becomes 1, or begins or ceases to be a multiple of 16.
+# Integers that must not be compiled in: new lengths compile nothing. In tuples (strides, and a mask's sizes) Triton
+# still specialises two things: a 1 is a constant, and a multiple of 16 is known to be one. So a kernel is compiled
+# again when a stride becomes 1, or becomes or stops being a multiple of 16.
 SIZES = [
     "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries",
     "max_keys", "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides",
     "o_strides", "queries", "chunks",
 ]  # fmt: skip
-_FAR = 2**30  # a limit this far from the diagonal hides nothing, and sums of it with positions fit 32 bits
+_FAR = 2**30  # a limit this far from the diagonal hides nothing; its sums with positions fit 32 bits
 
 
 class Problem(NamedTuple):
-    """What all kernels of one call share, in the form in which they take it."""
+    """What all kernels of one call share, as they take it."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: torch.Tensor | None  # bool as uint8; columns contiguous, or one for all
+    mask: torch.Tensor | None  # bool as uint8; columns contiguous, or a single one
     query_starts: torch.Tensor | None
     key_starts: torch.Tensor | None
     key_lengths: torch.Tensor | None
@@ -52,18 +52,18 @@ class Problem(NamedTuple):
 
     @property
     def visits_every_key(self) -> bool:
-        """Whether a tile of queries meets every key that the mask has a column for, but for the band."""
+        """Whether a tile of queries visits every column of the mask, apart from the band."""
         return self.query_starts is None and self.key_lengths is None
 
     @property
-    def units(self) -> int:
+    def scores(self) -> int:
         if self.mask is not None and self.mask.is_floating_point():
             return NATURAL.value
         return SCALED.value if self.softcap or self.slopes is not None else RAW.value
 
 
 def usable(query, key, value, mask, slopes, scale, softcap):
-    """(query, key, value, mask, scale, sign) as the kernels read them: `sign` is what the query was multiplied by."""
+    """(query, key, value, mask, scale, sign) as the kernels read them; the query is multiplied by `sign`."""
     if not (1 <= query.size(-1) <= 256 and 1 <= value.size(-1) <= 256):
         raise NotImplementedError(
             "seqkern attention: the Triton kernels take head dimensions of 1 to 256, got query "
@@ -71,7 +71,7 @@ def usable(query, key, value, mask, slopes, scale, softcap):
         )
     sign = None
     if scale <= 0 and not softcap and slopes is None and (mask is None or not mask.is_floating_point()):
-        # The maximum is taken before the scale, which therefore has to be positive: the query takes its sign.
+        # The maximum is taken before the scale, which must therefore be positive: the query takes its sign.
         sign = -1.0 if scale < 0 else 0.0
         query, scale = query * sign, -float(scale) or 1.0
     mask = None if mask is None else _mask(mask, query.dtype)
@@ -82,7 +82,7 @@ def prepare(
     query, key, value, mask, query_starts, key_starts, key_lengths, slopes, seed, max_queries, max_keys, diagonal,
     lower_right, left, right, scale, softcap, dropout_p, limit,
 ):  # fmt: skip
-    """The problem; tensors and scale are as `usable` gives them."""
+    """The problem; tensors and scale come from `usable`."""
 
     def within(position):
         return min(max(position, -_FAR), _FAR)
@@ -97,8 +97,8 @@ def prepare(
 def _mask(mask, dtype):
     mask = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
     if dtype == torch.float64:
-        # Triton lays the operands of a product out by the smallest element loaded for them: bytes fail with fp64, and
-        # float32 with dropout on sm_80 and sm_90.
+        # Triton lays out the operands of a product by the smallest element loaded for them: bytes fail with fp64, and
+        # with float32 and dropout on sm_80 and sm_90.
         added = mask.dtype != torch.bool
         mask = mask.to(dtype) if added else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     elif mask.dtype == torch.bool:
@@ -108,7 +108,7 @@ def _mask(mask, dtype):
 
 
 def result(memory, problem, shape):
-    """Memory for a result with a head dimension: packed sequences lie as (T, H, D), without their batch entry of 1."""
+    """Memory for a result with a head dimension. Packed sequences are (T, H, D), without a batch dimension."""
     if problem.query_starts is None:
         return memory.empty(problem.query, shape)
     _, heads, rows, columns = shape
@@ -123,7 +123,7 @@ def _unpacked(tensor):
 
 
 def statistics(memory, problem, shape, unseen):
-    """Memory for one number a row, and what rows of no sequence get where no kernel runs that would write it."""
+    """Memory for one number a row, and the value for rows of no sequence where no kernel writes it."""
     acc = accumulator(problem.query.dtype)
     if problem.query_starts is not None and _launches_nothing(problem):
         return memory.full(problem.query, shape, unseen, acc)
@@ -135,23 +135,23 @@ def _launches_nothing(problem):
 
 
 # (BLOCK_Q, BLOCK_K, num_warps, num_stages) for head dimensions up to 64, 128 and 256: the largest tiles found that
-# compile without spills for causal and full attention, exact and padded head dimensions. Queries (in the last kernel:
-# keys) are split over the warps, 16 rows each at least; fewer rows than that and two warps do the same work.
-# Options halve the blocks that a kernel walks: see `_tile`.
+# compile without spills for causal and full attention, exact and padded head dimensions. Warps split the queries (in
+# the last kernel the keys), at least 16 rows each; with fewer rows two warps do the same work. Options halve the blocks
+# that a kernel walks: see `_tile`.
 _TILES = {
-    # 16 bits, 227 KB of shared memory (sm_90, sm_100): operands stay in shared memory, so tiles are large
+    # 16 bits, 227 KB of shared memory (sm_90, sm_100): wgmma reads operands from shared memory, so tiles are large
     "wgmma": {
         "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
         "grad_query": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
         "grad_key_value": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 2)),
     },
-    # 16 bits, 163 KB and 99 KB (sm_80, sm_120), in no more than 99 KB: operands pass through registers
+    # 16 bits, 163 KB and 99 KB (sm_80, sm_120), using at most 99 KB: operands pass through registers
     "mma": {
         "forward": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         "grad_query": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
         "grad_key_value": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
     },
-    # 16 bits, some stride or head dimension no multiple of 8: elements are loaded one by one
+    # 16 bits, a stride or head dimension that is no multiple of 8: elements are loaded one by one
     "unaligned": {
         "forward": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
         "grad_query": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
@@ -175,7 +175,7 @@ _TILES = {
 }
 
 
-# The same for decoding, BLOCK_Q at most: shared memory has to hold two stages of keys and values, registers few rows.
+# The same for decode, BLOCK_Q at most: shared memory must hold two stages of keys and values; few rows in registers.
 _DECODE_TILES = {
     "wgmma": ((64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 8, 2)),
     "mma": ((64, 64, 4, 2), (64, 64, 4, 2), (32, 32, 8, 2)),
@@ -186,7 +186,7 @@ _DECODE_TILES = {
 }
 
 
-# Where halving is not the right answer to the options of a level, or to an option that comes alone.
+# Exceptions, where halving does not fit the options of a level, or an option that comes alone.
 _EXCEPTIONS = {
     ("wgmma", "forward", 1, 1): (128, 32, 8, 2),
     ("wgmma", "forward", 2, "window"): (128, 32, 8, 2),
@@ -203,8 +203,8 @@ _EXCEPTIONS = {
     ("float32", "grad_query", 1, 2): (32, 16, 4, 1),
     ("float32", "grad_key_value", 1, 1): (32, 32, 8, 1),
     ("float64", "grad_query", 1, 1): (16, 16, 4, 1),
-    # sm_120, told by its shared memory. At D 64 it spills up to 188 bytes with two stages, of dK and dV at any size of
-    # block, with one stage none; from D 128 on, and in float64, these are the largest found that do not spill.
+    # sm_120, recognised by its shared memory. At D 64 it spills with two stages, dK and dV at any block size; with one
+    # stage it does not. From D 128 on, and in float64, these are the largest tiles found that do not spill.
     ("mma, 99 KB", "forward", 1, "window"): (128, 32, 8, 3),
     ("mma, 99 KB", "grad_query", 0, "mask"): (128, 16, 8, 2),
     ("mma, 99 KB", "grad_query", 1, "lengths"): (128, 32, 8, 1),
@@ -231,13 +231,13 @@ _EXCEPTIONS = {
 
 
 def _pieces(problem):
-    """How much the options keep in registers beside the scores, in halves of a tile."""
+    """Registers that the options keep beside the scores, in halves of a tile."""
     pieces = 2 * (problem.mask is not None) + 2 * (problem.dropout_p > 0)
     return pieces + (problem.softcap > 0) + (problem.slopes is not None)
 
 
 def _names(problem, level):
-    """What the exceptions may call the options of a problem: the one that comes alone, then their shape or level."""
+    """Keys of `_EXCEPTIONS` for a problem's options: the single one that comes alone, then the shape or the level."""
     options = (problem.mask is not None, problem.slopes is not None, problem.softcap > 0, problem.dropout_p > 0)
     names = [name for name, there in zip(("mask", "alibi", "softcap", "dropout"), options, strict=True) if there]
     names = names if len(names) == 1 else []
@@ -248,7 +248,7 @@ def _names(problem, level):
 
 
 def _tile(kernel, problem, head_dim, aligned):
-    """The row of the table for a kernel: by head dimension, bytes per element, alignment, options, shared memory."""
+    """A kernel's row of the table: by head dimension, bytes an element, alignment, options, shared memory."""
     size = problem.query.element_size()
     if size == 8:
         kind = "float64"
@@ -278,7 +278,7 @@ def _tile(kernel, problem, head_dim, aligned):
 
 
 def plan(kernel, pointers, strided, problem, *more):
-    """One launch: `pointers`, the strides of `strided` and `more` lead its arguments, then what all kernels share."""
+    """One launch. Its arguments are `pointers`, the strides of `strided` and `more`, then what all kernels share."""
     query, key, value, mask = problem.query, problem.key, problem.value, problem.mask
     (_, h, nq, d), (hk, nk), dv = query.shape, key.shape[1:3], value.size(-1)
     name = kernel.__name__.strip("_").removesuffix("_kernel")
@@ -287,7 +287,7 @@ def plan(kernel, pointers, strided, problem, *more):
     block_q, block_k, warps, stages = _tile(name, problem, max(d, dv), aligned)
     if name == "decode":
         block_q = min(block_q, max(16, power_of_two(nq)))
-    width = 32 if query.element_size() > 2 else 256  # of the slices in which `tile_scores` reads a tile
+    width = 32 if query.element_size() > 2 else 256  # width of the slices in which `tile_scores` reads a tile
     if name == "grad_mask" and width > 64:
         width = 32 if problem.little_memory and not aligned and max(d, dv) <= 64 else 64  # sm_120 spills 168 bytes
     tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -300,7 +300,7 @@ def plan(kernel, pointers, strided, problem, *more):
         if by_column:
             mask_columns = 8 if all(n % 8 == 0 for n in (by_sequence, by_head, by_row)) else 1
     constants = {
-        "UNITS": problem.units,
+        "SCORES": problem.scores,
         "SOFTCAP": problem.softcap > 0,
         "MASK_COLUMNS": mask_columns,
         "ACC": TRITON_DTYPE[accumulator(query.dtype)],
@@ -329,8 +329,8 @@ def plan(kernel, pointers, strided, problem, *more):
         problem.diagonal, problem.low, problem.high, int(problem.lower_right), problem.sequences,
         h, hk, nq, nk, d, dv, problem.max_queries, problem.max_keys,
     )  # fmt: skip
-    # Where ptxas would rather fit two programs a kernel spills a little: beside its options, and on sm_120 two of
-    # float32 without any. Not asked for.
+    # Otherwise ptxas would fit two programs, and the kernel would spill: with its options, and on sm_120 two float32
+    # kernels without any.
     shaped = any(option is not None for option in (problem.low, problem.query_starts, problem.key_lengths))
     full = query.dtype == torch.float32 and name == ("grad_key_value" if aligned else "forward")
     registers = 255 if shaped or _pieces(problem) or (full and problem.little_memory) else None

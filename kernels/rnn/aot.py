@@ -7,7 +7,7 @@ from . import plans
 from .plans import GATES, GRU, LSTM
 from .sequence import plan_backward, plan_forward, takes_sequence
 
-# For the ahead-of-time gate: what `prepare` is told of each option.
+# For the ahead-of-time gate: arguments of `prepare` for each option.
 _AOT_OPTIONS = {
     "plain": {},
     "lengths": {"lengths": True, "resets": True, "mask": True},
@@ -51,7 +51,7 @@ def _aot_problem(
     cell, dtype, n, lengths=False, resets=False, mask=False, norm=False, peephole=False, zoneout=0.0, seed=False,
     projection=None,
 ):  # fmt: skip
-    """(problem, what both directions read and write), of 64 steps and 32 sequences."""
+    """(problem, what both directions read and write), for 64 steps and 32 sequences."""
     input = torch.empty((64, 32, 64), dtype=dtype, device="meta")
     acc, width = accumulator(dtype), GATES[cell] * n
     lstm = cell == LSTM

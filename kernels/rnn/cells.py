@@ -1,8 +1,8 @@
-"""What one step of a recurrent cell needs, forward and backward, on tiles of (rows of the batch, units).
+"""One step of a recurrent cell, forward and backward, on tiles of (rows of the batch, hidden units).
 
-The cells share their shape: G gates of H units each, of which zx comes from the input, for all steps at once, and zh
-from the state. An option that is not there costs nothing: its pointer is None, which the compiler knows. The equations
-stand in rnn.py, the kernels that use this in steps.py (one step) and sequence.py (all of them).
+The cells share their shape: G gates of H hidden units each. zx comes from the input, for all steps at once, zh from the
+state. An absent option costs nothing: its pointer is None, which the compiler knows. Equations: rnn.py. The kernels
+that use this: steps.py (one step) and sequence.py (all steps).
 """
 
 import triton
@@ -24,10 +24,10 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """tanh to a few ulp everywhere.
+    """tanh, correct to a few ulp everywhere.
 
-    From |x| = 0.625 on 1 - 2 / (e^2|x| + 1), which saturates without NaN. Nearer to 0 that is the difference of two
-    ones: there x + x^3 P(x^2) / Q(x^2), the rational function of Cephes (tanh.c). One division serves both.
+    From |x| = 0.625 on 1 - 2 / (e^2|x| + 1), which saturates without NaN. Nearer to 0 that cancels; there x + x^3
+    P(x^2) / Q(x^2), the rational function of Cephes (tanh.c). One division serves both.
     """
     size = tl.abs(x)
     z = x * x
@@ -45,7 +45,7 @@ def tanh(x):
 
 @triton.jit
 def position(rows, columns, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Of this program: direction, rows (BLOCK_B), its first column, columns (1, BLOCK_H), and the mask of the tile."""
+    """This program's direction, rows (BLOCK_B), first column, columns (1, BLOCK_H), and the mask of its tile."""
     blocks = tl.cdiv(columns, BLOCK_H)
     groups = tl.cdiv(rows, BLOCK_B)
     first = tl.program_id(0) % blocks * BLOCK_H
@@ -63,20 +63,20 @@ def runs_backwards(d, reverse):
 
 @triton.jit
 def time_of(step, T, backwards):
-    """The time of a direction's step, int64: negative or >= T for steps that there are not."""
+    """The time of a direction's step, int64; negative or >= T for steps that do not exist."""
     step = tl.cast(step, tl.int64)
     return tl.where(backwards == 1, T - 1 - step, step)
 
 
 @triton.jit
 def flags(t, backwards, row, live, T, B, lengths_ptr, resets_ptr):
-    """(length, active, reset) of rows of the batch at time t, a scalar or one for each of the live rows."""
+    """(length, active, reset) of rows of the batch at time t, which is a scalar or has an element for each row."""
     length = row * 0 + T
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + row, mask=live, other=0)
     active = live & (t >= 0) & (t < length)
     reset = tl.full(row.shape, False, tl.int1)
-    if resets_ptr is not None:  # a flag is a border between its time and the one before
+    if resets_ptr is not None:  # a flag marks the border between its time and the one before
         marked = active & (t + backwards < length)
         reset = tl.load(resets_ptr + (t + backwards) * B + row, mask=marked, other=0) != 0
     return length, active, reset
@@ -86,9 +86,9 @@ def flags(t, backwards, row, live, T, B, lengths_ptr, resets_ptr):
 def state_before(
     states_ptr, stored, first_ptr, t, backwards, d, row, column, mask, length, reset, B, H, ACC: tl.constexpr
 ):  # fmt: skip
-    """The state (rows, columns) that a step at time t begins with: of the step before, the first one, or 0.
+    """The state (rows, columns) before the step at time t: of the previous step, the initial one, or 0.
 
-    stored: which rows of `states` are those of the step before, where there is one.
+    stored: the rows of `states` that hold the previous step, where there is one.
     """
     inside = tl.where(backwards == 1, t + 1 < length, t > 0)
     later = (inside & (reset == 0))[:, None] & mask
@@ -100,7 +100,8 @@ def state_before(
 
 @triton.jit
 def slab(t, d, T):
-    """Where the second of two directions keeps time t, so that one step of both is a batch with constant strides."""
+    """Index of time t in memory: step order for the second of two directions, so that a step of both has constant
+    strides."""
     return tl.where(d == 1, T - 1 - t, t)
 
 
@@ -109,7 +110,7 @@ def slab(t, d, T):
 
 @triton.jit
 def load_tiles(pointer, H, mask, COUNT: tl.constexpr, ACC: tl.constexpr):
-    """COUNT tiles, H columns apart."""
+    """Loads COUNT tiles, H columns apart."""
     tiles = ()
     for k in tl.static_range(COUNT):
         tiles += (tl.load(pointer + k * H, mask=mask, other=0.0).to(ACC),)
@@ -124,7 +125,7 @@ def store_tiles(pointer, H, mask, tiles, COUNT: tl.constexpr):
 
 @triton.jit
 def add_tiles(pointer, H, mask, tiles, COUNT: tl.constexpr):
-    """Adds to what is in memory. Each element has one program, so the order of the sum is that of the launches."""
+    """Adds to memory. Each element belongs to one program, so sums are in the order of the launches."""
     for k in tl.static_range(COUNT):
         at = pointer + k * H
         tl.store(at, tl.load(at, mask=mask, other=0.0) + tiles[k], mask=mask)
@@ -132,7 +133,7 @@ def add_tiles(pointer, H, mask, tiles, COUNT: tl.constexpr):
 
 @triton.jit
 def normalise(tiles, mask, count, eps, COUNT: tl.constexpr):
-    """Layer norm of rows that COUNT tiles hold together: (xhat, rstd). Centred twice, as in layer_norm.py."""
+    """Layer norm of rows made of COUNT tiles: (xhat, rstd). Centred twice, as in layer_norm.py."""
     for _ in tl.static_range(2):
         total = tiles[0]
         for k in tl.static_range(1, COUNT):
@@ -154,7 +155,7 @@ def normalise(tiles, mask, count, eps, COUNT: tl.constexpr):
 
 @triton.jit
 def normalise_backward(grads, xhat, rstd, pointer, H, column, count, COUNT: tl.constexpr, ACC: tl.constexpr):
-    """The gradient of what `normalise` took; grads are those of xhat weight + bias, the weight lies at `pointer`."""
+    """The gradient of `normalise`'s input. grads: gradients of xhat weight + bias; `pointer`: the weight."""
     weight = load_tiles(pointer + column, H, column < H, COUNT, ACC)
     g = ()
     for k in tl.static_range(COUNT):
@@ -174,7 +175,7 @@ def normalise_backward(grads, xhat, rstd, pointer, H, column, count, COUNT: tl.c
 
 @triton.jit
 def scale_and_shift(xhat, pointer, distance, H, column, COUNT: tl.constexpr, ACC: tl.constexpr):
-    """xhat weight + bias; the bias lies `distance` behind the weight."""
+    """xhat weight + bias; the bias is `distance` after the weight."""
     weight = load_tiles(pointer + column, H, column < H, COUNT, ACC)
     bias = load_tiles(pointer + distance + column, H, column < H, COUNT, ACC)
     result = ()
@@ -190,9 +191,9 @@ def scale_and_shift(xhat, pointer, distance, H, column, COUNT: tl.constexpr, ACC
 def preactivations(
     x, product, bias_ptr, norm_ptr, H, column, mask, eps, CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr
 ):
-    """zx + zh of every gate. The GRU's third gate stays in two halves, the last of them q = zh_n.
+    """zx + zh of every gate. The GRU's third gate stays in two parts; the last is q = zh_n.
 
-    bias: of the same tiles, b_ih and b_hh already added up where they are.
+    bias: pointer to the same tiles; b_ih and b_hh are already summed where they are.
     """
     if norm_ptr is not None:
         xhat, _rstd = normalise(product, mask, G * H, eps, G)
@@ -215,7 +216,7 @@ def preactivations(
 
 @triton.jit
 def activate(a, c, peephole_ptr, H, column, CELL: tl.constexpr, ACC: tl.constexpr):
-    """The gates as they are kept for the backward pass, and what the LSTM's new cell state is, before zoneout."""
+    """The gates as the backward pass needs them, and the LSTM's new cell state before zoneout."""
     new = c
     if CELL == LSTM:
         i, f, g, o = a[0], a[1], tanh(a[2]), a[3]
@@ -251,7 +252,8 @@ def new_h(gates, h, CELL: tl.constexpr):
 
 @triton.jit
 def gradients(gates, h, grad, CELL: tl.constexpr):
-    """Of the cells other than the LSTM: the gradients of zx and of zh, and of h past the gates, from that of h^."""
+    """Of the cells other than the LSTM, from the gradient of h^: gradients of zx and zh, and of h other than through
+    zh."""
     if CELL == GRU:
         r, z, n, q = gates
         grad_n = grad * (1.0 - z) * (1.0 - n * n)
@@ -276,7 +278,7 @@ def gradients(gates, h, grad, CELL: tl.constexpr):
 
 @triton.jit
 def stays(seed, kind, t, d, row, first, threshold, T, B, COLUMNS: tl.constexpr):
-    """Where zoneout keeps the old value. kind: 0 for h, 1 for c."""
+    """Which elements zoneout keeps at their old value. kind: 0 for h, 1 for c."""
     return keep_mask(seed, ((2 * d + kind) * T + t) * B + row, first, threshold, COLUMNS) == 0
 
 

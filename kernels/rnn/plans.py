@@ -1,4 +1,4 @@
-"""Tiles and arguments of the recurrent kernels: chosen before a launch, from shapes, dtypes and options alone."""
+"""Tiles and arguments of the recurrent kernels, chosen before a launch from shapes, dtypes and options alone."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,23 @@ from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, 
 from . import steps
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
-GATES = (4, 3, 1, 1)  # G, what a cell computes from x and h
-KEPT = (4, 4, 1, 1)  # R, what backward wants of a step: the GRU's q as well
-_CELLS = 512  # of a tile: 4 a thread, so that the few thousand cells of a step spread over the whole device
+GATES = (4, 3, 1, 1)  # G: gates that a cell computes from x and h
+KEPT = (4, 4, 1, 1)  # R: values that the backward pass needs of a step; the GRU's q as well
+_CELLS = 512  # elements of a tile: 4 a thread, so that the few thousand of a step spread over the whole device
 
 
 class Problem(NamedTuple):
-    """What all kernels of one call share, in the form in which they take it."""
+    """What all kernels of one call share, as they take it."""
 
     cell: int
     dtype: torch.dtype
     t: int
     b: int
     h: int
-    p: int  # columns of h, fewer than H behind a projection
+    p: int  # columns of h; fewer than H with a projection
     d: int
     reverse: bool
-    bias: torch.Tensor | None  # (D, R H) in the accumulator's dtype, see `sum_biases`
+    bias: torch.Tensor | None  # (D, R H), accumulator's dtype: see `sum_biases`
     peephole: torch.Tensor | None  # (D, 3 H), accumulator's dtype
     norm: torch.Tensor | None  # (D, .)
     lengths: torch.Tensor | None
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
     @property
     def expected(self):
-        """Whether zoneout takes its expectation."""
+        """Whether zoneout uses its expectation."""
         return self.seed is None and (self.zoneout_h > 0 or self.zoneout_c > 0)
 
     @property
@@ -55,12 +55,12 @@ class Problem(NamedTuple):
 
 
 def stack(tensors):
-    """D tensors as one; none at all as None."""
+    """D tensors as one; None if there are none."""
     return None if not tensors else tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def sum_biases(cell, b_ih, b_hh, acc):
-    """(D, R H): for the GRU b_ih and b_hh added up for r and z, then b_in and b_hn."""
+    """(D, R H): for the GRU the sums of b_ih and b_hh for r and z, then b_in and b_hn."""
     if not b_hh:
         return None
     recurrent = stack(b_hh).to(acc)
@@ -103,7 +103,7 @@ def single(h, cell):
 
 
 def row_sums(problem):
-    """What the scan adds the gradients of norm and peepholes up in, a row for each of the batch."""
+    """Where the scan sums the gradients of norm and peepholes, one row for each row of the batch."""
     return [
         None if weight is None else weight.new_zeros((problem.d, problem.b, weight.size(1)))
         for weight in (problem.norm, problem.peephole)
@@ -111,12 +111,12 @@ def row_sums(problem):
 
 
 def longest(acc):
-    """The longest rows that one program normalises: backward keeps some twenty tiles of them in registers."""
+    """The longest rows that a program normalises: the backward kernel keeps some twenty tiles of them in registers."""
     return 1024 if acc == torch.float64 else 2048
 
 
 def _step(name, kernel, problem, pointers, numbers, strides, columns, constants, rows=None, whole=False, step=None):
-    """One launch over the tiles of (rows, columns) in all directions; `numbers` are its scalars in order."""
+    """One launch over the tiles of (rows, columns) of all directions; `numbers` are its scalars in order."""
     rows = problem.b if rows is None else rows
     if whole:
         block_h = max(16, power_of_two(columns))
@@ -145,7 +145,7 @@ def _cell_constants(problem):
 
 
 def strides_of(x):
-    """Of (D, T, B, .): directions, times, rows. (B, .) is one step of one direction."""
+    """Strides of directions, times and rows of (D, T, B, .). (B, .) is one step of one direction."""
     return (0, 0, x.stride(0)) if x.dim() == 2 else tuple(x.stride()[:3])
 
 
@@ -153,7 +153,8 @@ def cell_forward(
     problem, x, product, h, c, h_new, c_new, operand=None, output=None, cells=None, gates=None, products=None,
     hidden=None,
 ):  # fmt: skip
-    """x (D, T, B, G H), or (B, G H); product (D B, G H); h, c (D B, H), as their new values contiguous or not."""
+    """x (D, T, B, G H), or (B, G H); product (D B, G H); h, c (D B, H), which like their new values may be
+    non-contiguous."""
     pointers = (
         x, product, problem.bias, problem.norm, problem.peephole, problem.lengths, problem.resets, problem.mask,
         problem.seed, h, c, h_new, c_new, operand, output, cells, gates, products, hidden,
@@ -223,7 +224,7 @@ def cell_backward(
 
 
 def _pair(tensor):
-    """The first two strides, (0, 0) of nothing."""
+    """The first two strides; (0, 0) for None."""
     return (0, 0) if tensor is None else tuple(tensor.stride()[:2])
 
 

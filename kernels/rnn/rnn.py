@@ -1,13 +1,13 @@
 """LSTM, GRU and RNN layers with every option, forward and backward: Triton, with a scan in Triton or in CUDA C++.
 
-The idea. Everything that does not wait for h_{t-1} leaves the loop: one GEMM gives what the input contributes to the
-gates of all steps, and after the backward scan one GEMM each gives grad_input and the gradients of the weights. For
-the scan itself there are three ways:
+The idea. Everything that does not wait for h_{t-1} leaves the loop. One GEMM gives the input's contribution to the
+gates of all steps; after the backward scan one GEMM each gives grad_input and the gradients of the weights. The scan
+itself runs in one of three ways:
 
-- small hidden sizes (`sequence.py`): one program for a direction and a tile of the batch walks all steps, with
-  the weights, h and c on chip. Two sequences never meet, so nothing is synchronised between programs;
-- where CUDA C++ is in force (csrc/rnn/cuda/): the same by one block, a cluster of them, or the whole device, as far
-  as the weights fit on chip, with zoneout and layer norm, but neither projection, peepholes nor float64;
+- small hidden sizes (`sequence.py`): one program for a direction and a tile of the batch walks all steps, with the
+  weights, h and c on chip. Sequences never meet, so programs need no synchronisation;
+- where CUDA C++ is in force (csrc/rnn/cuda/*.cu): the same by a thread block, a cluster or the whole device, as long as
+  the weights fit on chip; with zoneout and layer norm, but neither projection, peepholes nor float64;
 - all others (`steps.py`): a step is one product with w_hh, of both directions at once, and one kernel, which adds
   products and biases, normalises, applies gates, zoneout, lengths and resets, and keeps what the backward pass needs.
 
@@ -27,14 +27,13 @@ the reset gate; Ba, Kiros & Hinton 2016: layer norm; Krueger et al. 2017: zoneou
     dc = dc~ f + p_i da_i + p_f da_f                                dh = m w_hh^T N'(da)
     da_n = dh^ (1 - z) (1 - n^2)    da_r = da_n q r (1 - r)         da_z = dh^ (h - n) z (1 - z)    dh += z dh^
 
-Preactivations, gates, states and the gradients that pass from step to step are float32 (float64 for float64): for
-bf16 and fp16 the products write float32 directly, so h, as operand of the next product, is all that is rounded in the
-loop. The gradients of norm weights and peepholes are summed in the loop, a row of the batch each, and then over the
-rows: a fixed order. An inactive step leaves zeros where the GEMMs behind the scan read.
+Preactivations, gates, states and the gradients that pass from step to step are float32 (float64 for float64). For bf16
+and fp16 the products write float32 directly, so the only rounding in the loop is that of h as operand of the next
+product. Gradients of norm weights and peepholes are summed in the loop, one row for each row of the batch, then over
+the rows: a fixed order. An inactive step leaves zeros where the GEMMs after the scan read.
 
-No GPU speed has been measured yet. A step is two launches from Python (ours takes the host 3 us: benchmarks/
-host_time.py), which short steps will not hide; nothing in the loop waits for the device, so a caller may capture it in
-a CUDA graph.
+Step by step, a step is two launches from Python, which short steps do not hide. Nothing in the loop waits for the
+device, so a caller may capture it in a CUDA graph. No GPU speed has been measured yet; NOTES.md has the host's time.
 """
 
 import torch
@@ -48,31 +47,31 @@ from .sequence import plan_backward as plan_sequence_backward
 from .sequence import plan_forward as plan_sequence_forward
 from .sequence import takes_sequence
 
-TIER = "auto"  # of the CUDA scan: the smallest that holds the weights, or, for tests, "block", "cluster" or "grid"
+TIER = "auto"  # the CUDA scan's tier: the smallest that holds the weights, or (tests) "block", "cluster", "grid"
 
 
 def _product(a, b, out=None):
     """a @ b, matrices or batches of them, in the accumulator's dtype, without rounding to a shorter one in between."""
     acc = accumulator(a.dtype)
-    if out is None:  # always a result to write: autocast, which a backward pass may run under, leaves that alone
+    if out is None:  # always passes `out`, which autocast (it may be on in a backward pass) leaves alone
         out = a.new_empty((*a.shape[:-1], b.size(-1)), dtype=acc)
-    if 0 in (*a.shape, b.size(-1)):  # nothing to add up, or nowhere
+    if 0 in (*a.shape, b.size(-1)):  # an empty sum or an empty result
         return out.zero_()
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     if a.dtype == acc:
         return multiply(a, b, out=out)
     if a.is_cuda:
         return multiply(a, b, out_dtype=acc, out=out)
-    return multiply(a.to(acc), b.to(acc), out=out)  # interpreted: torch has no mixed product on the CPU
+    return multiply(a.to(acc), b.to(acc), out=out)  # interpreter: torch has no mixed product on CPU
 
 
 def _given_gates(input, problem):
-    """zx that came from outside, (D, T, B, G H)."""
+    """zx given by the caller, (D, T, B, G H)."""
     return unit_last(input).unflatten(2, (problem.d, problem.width)).permute(2, 0, 1, 3)
 
 
 def _input_gates(input, w_ih, problem, memory=None):
-    """zx without biases, (D, T, B, G H), in the accumulator's dtype: in `memory` where that is given."""
+    """zx without biases, (D, T, B, G H), in the accumulator's dtype; written to `memory` if that is given."""
     if not w_ih:
         return _given_gates(input, problem)
     rows = problem.t * problem.b
@@ -85,7 +84,7 @@ def _input_gates(input, w_ih, problem, memory=None):
 
 
 def _first_operand(problem, h0):
-    """What the first product of each direction takes. Only the first direction can begin with a reset."""
+    """The operand of each direction's first product. Only the first direction can begin with a reset."""
     operand = h0.to(problem.acc) * problem.mask if problem.mask is not None else h0
     operand = operand.to(problem.dtype, copy=True, memory_format=torch.contiguous_format)
     if problem.resets is not None and problem.t > 0 and not problem.reverse:
@@ -126,7 +125,7 @@ def rnn_fwd(
 
 
 def _cuda_scan(problem, w_hh, w_hr, backward=False):
-    """The ops in CUDA C++, where they are in force and one of their tiers serves this scan."""
+    """The ops in CUDA C++, if they are in force and one of their tiers serves this scan; else None."""
     ops = _library.cuda_ops("rnn", w_hh)
     if ops is None or w_hr is not None or problem.peephole is not None or problem.dtype == torch.float64:
         return None
@@ -135,7 +134,7 @@ def _cuda_scan(problem, w_hh, w_hr, backward=False):
 
 
 def _scan_cuda(ops, problem, x, h0, c0, w_hh, output, cells, gates, products):
-    """(h, c) behind the last step, from one launch in CUDA C++."""
+    """(h, c) after the last step, from one launch in CUDA C++."""
     c0 = None if c0 is None else c0.contiguous()
     h, c = ops.rnn_scan_fwd(
         x, w_hh.contiguous(), problem.bias, problem.norm, problem.lengths, problem.resets, problem.mask, problem.seed,
@@ -146,7 +145,7 @@ def _scan_cuda(ops, problem, x, h0, c0, w_hh, output, cells, gates, products):
 
 
 def _scan_whole(problem, x, h0, c0, w_hh, output, cells, gates):
-    """(h, c) behind the last step, from one launch."""
+    """(h, c) after the last step, from one launch."""
     c0 = None if c0 is None else c0.contiguous()
     (h, c), launches = plan_sequence_forward(problem, x, h0, c0, w_hh.contiguous(), output, cells, gates)
     run(launches, output.device)
@@ -154,7 +153,7 @@ def _scan_whole(problem, x, h0, c0, w_hh, output, cells, gates):
 
 
 def _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products):
-    """(h, c) behind the last step, from a product and a launch a step (two of each with a projection)."""
+    """(h, c) after the last step, from a product and a launch a step (two of each with a projection)."""
     d, b, acc, device = problem.d, problem.b, problem.acc, output.device
     h = h0.to(acc, copy=True)
     c = None if c0 is None else c0.to(acc, copy=True, memory_format=torch.contiguous_format)
@@ -182,7 +181,8 @@ def _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products):
 
 
 def _found_again(problem, input, w_ih, x_products, c0, cells):
-    """(gates, products in the order of time) from the operands' products, where the forward pass kept nothing."""
+    """(gates, products in the order of time), recomputed from the operands' products when the forward pass kept
+    nothing."""
     shape = (problem.d, problem.t, problem.b)
     gates = input.new_empty((*shape, problem.kept), dtype=problem.acc)
     x = _input_gates(input, w_ih, problem, gates if problem.cell != GRU else None)
@@ -226,7 +226,7 @@ def rnn_bwd(
     gates = gates.contiguous()
     products = products.contiguous() if norm else None
 
-    # the gradients of zx, and of w_hh's product where they are others or lie in another order
+    # the gradients of zx, and those of w_hh's product if they differ or are in another order
     grad_x = input.new_empty((t, b, d * problem.width))
     apart = d > 1 or cell == GRU or norm
     grad_products = _per_step(problem, problem.width, need_weights) if apart else grad_x.view(1, t, b, problem.width)
@@ -272,7 +272,7 @@ def rnn_bwd(
     grad_norm = h0.new_empty(0, dtype=acc)
     if norm:
         grad_norm = norm_sums.sum(1)
-    if cell == GRU:  # behind the norm, as the norm's own bias
+    if cell == GRU:  # after the norm, like the norm's own bias
         width = problem.width
         grad_b_hh = grad_norm[:, width : 2 * width] if norm else grad_products.sum((1, 2), dtype=acc)
         grad_b_hh = grad_b_hh.to(dtype).contiguous()
@@ -295,10 +295,10 @@ def _scan_back_cuda(
     ops, problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh, grad_x,
     grad_products, norm_sums,
 ):  # fmt: skip
-    """(grad_h0, grad_c0), from one launch in CUDA C++. grad_products: None where no gradient of w_hh is wanted."""
+    """(grad_h0, grad_c0), from one launch in CUDA C++. grad_products: None if no gradient of w_hh is needed."""
     grad_h_n, grad_c_n = (None if each is None else each.contiguous() for each in (grad_h_n, grad_c_n))
     steps = (problem.d, problem.t, problem.b)
-    gates = gates.view(*steps, problem.kept)  # without steps nothing was found again
+    gates = gates.view(*steps, problem.kept)  # without steps nothing was recomputed
     products = None if products is None else products.view(*steps, problem.width)
     grad_h0, grad_c0 = ops.rnn_scan_bwd(
         grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh.contiguous(),
@@ -316,7 +316,7 @@ def _scan_back(
     d, b, acc, device = problem.d, problem.b, problem.acc, output.device
 
     def begin(grad, columns):
-        """What the later steps send back, at first what arrived at the final state."""
+        """The initial gradient of the state: that of the final state."""
         if grad is None:
             return h0.new_zeros((d, b, columns), dtype=acc)
         return grad.to(acc, copy=True, memory_format=torch.contiguous_format)
@@ -328,7 +328,7 @@ def _scan_back(
     grad_hidden = None if w_hr is None else direct.new_empty((d, b, problem.h))
 
     def plan(back):
-        """The launches of a step; before the first there is no product that something came back through."""
+        """The launches of a step; the first one run has no product to receive gradients from."""
         cell = plans.cell_backward(
             problem, grad_output, flat_direct, back, grad_hidden, flat_c, grad_cells, gates, cells, c0, output, h0,
             products, grad_x, grad_products if apart else None, flat_direct, flat_c, hidden, *sums,
@@ -354,5 +354,5 @@ def _scan_back(
 
 
 def _slab(each, problem, step):
-    """What a step of all directions wrote. One direction keeps the order of time, two that of the steps."""
+    """What a step of all directions wrote. One direction is in the order of time, two in the order of steps."""
     return each[:, problem.t - 1 - step if problem.reverse else step]

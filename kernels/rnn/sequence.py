@@ -1,20 +1,12 @@
 """A whole sequence in one launch, for hidden sizes whose recurrent weights fit one program.
 
-A program owns one direction and BLOCK_B rows of the batch, and walks all steps: h and c stay in registers, and the
-weights of 16-bit layers in shared memory, loaded once, a (H, H) operand of the tensor cores for each gate. The gates of
-a unit come out in the same place of their tiles, so that nothing is exchanged between threads but h. float32, which
-gets no tensor cores, reads weights and operands again in slices, from the cache: whole, they would take hundreds of
-registers a thread. What a step reads of the input's product is asked for a step ahead where registers
-allow.
+A program owns one direction and BLOCK_B rows of the batch, and walks all steps. h and c stay in registers. The weights
+of 16-bit layers stay in shared memory, loaded once, one (H, H) tensor core operand for each gate. The gates of a hidden
+unit are in the same position of their tiles, so threads exchange nothing but h. float32 has no tensor cores: it loads
+weights and operands again in slices, from the cache, because whole ones would take hundreds of registers a thread. A
+step's input is prefetched one step ahead where registers allow.
 
-Lengths, resets and a recurrent mask are served here; whatever else there is takes the other way, step by step.
-
-What was tried, judged by the compiler's report (no GPU speed has been measured yet):
-- 128 units of bf16 with zx a step ahead: 254 or 255 registers and, as it happens, up to 56 bytes of spills on sm_100;
-- 100 units, whose elements are loaded one by one: 12 to 260 bytes. Such sizes beyond 64 go step by step;
-- float32 with zx a step ahead, or with 16 rows and 128 units: 48 to 144 bytes of spills; without, and with 8: none;
-- left to itself, ptxas would fit two programs of 128 registers and spill 40 bytes: a limit of 255 stops that;
-- 16 warps for 128 units in float32: 118 to 128 of the 128 registers that leaves, against 182 to 224 of 255 with 8.
+Serves lengths, resets and a recurrent mask. Layers with other options run step by step. NOTES.md lists what was tried.
 """
 
 import torch
@@ -41,18 +33,18 @@ from .cells import (
 )
 from .plans import GATES, Problem, strides_of
 
-# Nothing is compiled again when these change.
+# Integers that must not be compiled in: new sizes compile nothing.
 _SIZES = ["x_strides", "grad_strides", "grad_products_strides", "T", "B", "H", "D", "reverse"]
 
 # fmt: off
-# Signatures are kept in groups: pointers, strides, sizes, then what the kernel is compiled for.
+# Signatures are grouped: pointers, strides, sizes, then compile-time constants.
 
 
 @triton.jit
 def _input_tiles(
     x_ptr, x_strides, t, d, row, column, mask, T, H, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """zx at time t, zeros at times that there are not."""
+    """zx at time t; zeros at times that do not exist."""
     at = aligned(d * x_strides[0] + t * x_strides[1], ALIGNED) + row[:, None] * aligned(x_strides[2], ALIGNED) + column
     return load_tiles(x_ptr + at, H, mask & (t >= 0) & (t < T), G, ACC)
 
@@ -64,7 +56,7 @@ def sequence_forward_kernel(
     CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, SLICE: tl.constexpr,
     AHEAD: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """All steps of BLOCK_B sequences in one direction. SLICE 0: weights on chip. `gates` may be x."""
+    """All steps of BLOCK_B sequences in one direction. SLICE 0: weights on chip. `gates` may alias x."""
     H = aligned(H, ALIGNED)
     R: tl.constexpr = G + 1 if CELL == GRU else G
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -113,7 +105,7 @@ def sequence_forward_kernel(
                 product += (dot(operand, weights[k], zeros[k], "ieee"),)
         else:
             tl.store(operand_ptr + state, operand, mask=mask)
-            tl.debug_barrier()  # it is read by other threads than wrote it
+            tl.debug_barrier()  # other threads read it than wrote it
             for first in range(0, H, SLICE):
                 part = first + tl.arange(0, SLICE)
                 left_at = operand_ptr + (d * B + row)[:, None] * H + part[None, :]
@@ -141,7 +133,7 @@ def sequence_forward_kernel(
         h = tl.where(active[:, None], new, h)
         if AHEAD:
             x = x_ahead
-        tl.debug_barrier()  # in place, and the operand: every thread has read before any writes
+        tl.debug_barrier()  # aliased memory, and the operand: all reads before any write
         stored = ((d * T + t) * B + row)[:, None]
         if gates_ptr is not None:
             store_tiles(gates_ptr + stored * (R * H) + column, H, mask, gates, R)
@@ -162,7 +154,7 @@ def sequence_backward_kernel(
     CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """All steps of BLOCK_B sequences in one direction, the last first. SLICE 0: weights on chip."""
+    """All steps of BLOCK_B sequences in one direction, last step first. SLICE 0: weights on chip."""
     H = aligned(H, ALIGNED)
     R: tl.constexpr = G + 1 if CELL == GRU else G
     DTYPE: tl.constexpr = grad_x_ptr.dtype.element_ty
@@ -235,7 +227,7 @@ def sequence_backward_kernel(
             for k in tl.static_range(G):
                 back = dot(h_tiles[k], weights[k], back, "ieee")
         else:
-            tl.debug_barrier()  # they are read by other threads than wrote them
+            tl.debug_barrier()  # other threads read them than wrote them
             for k in tl.static_range(G):
                 for first in range(0, H, SLICE):
                     part = first + tl.arange(0, SLICE)
@@ -244,7 +236,7 @@ def sequence_backward_kernel(
                     right_at = w_hh_ptr + (k * H + part)[:, None] * H + unit[None, :]
                     right = tl.load(right_at, mask=(part < H)[:, None] & (unit < H)[None, :], other=0.0)
                     back = dot(left, right, back, "ieee")
-            tl.debug_barrier()  # where all steps share the memory of one
+            tl.debug_barrier()  # all steps may share the memory of one
         if mask_ptr is not None:
             back *= factor
         later = tl.where(reset[:, None], 0.0, tl.where(active[:, None], beside + back, later))
@@ -262,13 +254,13 @@ def takes_sequence(problem, limit):
     block_h = _block(problem)
     if options or problem.dtype == torch.float64:
         return False
-    if block_h > 64 and problem.h % 8:  # elements loaded one by one: spills
+    if block_h > 64 and problem.h % 8:  # elements loaded one by one would spill
         return False
     if problem.dtype == torch.float32:
         return block_h <= 128
     if block_h > (128 if GATES[problem.cell] > 1 else 256):
         return False
-    # The weights lie in shared memory as operands, and beside them h, or the gates' gradients.
+    # Shared memory holds the weights as operands, and beside them h or the gates' gradients.
     return 2 * block_h * (GATES[problem.cell] * block_h + 96) <= limit
 
 

@@ -1,12 +1,12 @@
-"""One step of a recurrent layer, forward and backward: everything of it but the matrix products.
+"""One step of a recurrent layer, forward and backward, except its matrix products.
 
-A program owns a tile (rows of the batch, units) of one direction; with layer norm the tile holds whole rows, so that
-the statistics need no second kernel. h and c live in the accumulator's dtype and are updated in place: an element has
-one program. Beside h the forward step writes `operand`, what the next product takes: h times the recurrent mask, 0
-where the next step resets. The backward step finds in `recurrent` what came back through that product.
+A program owns a tile (rows of the batch, hidden units) of one direction. With layer norm the tile holds whole rows, so
+that statistics need no second kernel. h and c are in the accumulator's dtype and updated in place: an element belongs
+to one program. Beside h the forward step writes `operand`, the input of the next product: h times the recurrent mask, 0
+where the next step resets. The backward step reads from `recurrent` what came back through that product.
 
-With a projection h has other columns than the gates: the cell kernels then end (begin) at `hidden`, and the state
-kernels do what is left on either side of the product with w_hr.
+With a projection h has other columns than the gates. Then the cell kernels end (or begin) at `hidden`, and the state
+kernels do what is left on the other side of the product with w_hr.
 """
 
 import triton
@@ -37,13 +37,13 @@ from .cells import (
     zone_backward,
 )
 
-# Integers that must not be compiled in: nothing is compiled again when only lengths or sizes change.
+# Integers that must not be compiled in: new lengths or sizes compile nothing.
 _STRIDES = ["x_strides", "product_stride", "h_stride", "c_stride", "grad_strides", "direct_stride", "grad_c_stride"]
 _STRIDES += ["grad_h_gates_strides", "hidden_strides", "grad_new_strides"]
 SIZES = [*_STRIDES, "threshold_h", "threshold_c", "T", "B", "H", "P", "D", "reverse", "step"]
 
 # fmt: off
-# Signatures are kept in groups: pointers, strides, options, sizes, then what the kernel is compiled for.
+# Signatures are grouped: pointers, strides, options, sizes, then compile-time constants.
 
 
 @triton.jit
@@ -51,11 +51,11 @@ def _settle(
     new, h, active, t, backwards, d, row, first, column, mask, lengths_ptr, resets_ptr, mask_ptr, seed_ptr,
     h_new_ptr, operand_ptr, output_ptr, threshold, p, T, B, P, D, EXPECTED: tl.constexpr,
 ):
-    """Zoneout of h, and its stores: the state, the row of the output, and the operand of the next product."""
+    """Applies zoneout to h and stores it: the state, the row of the output, and the operand of the next product."""
     new = zone(new, h, seed_ptr, 0, t, d, row, first, threshold, p, T, B, EXPECTED)
     new = tl.where(active[:, None], new, h)
     at = (d * B + row)[:, None] * P + column
-    tl.debug_barrier()  # in place: every thread has read before any writes
+    tl.debug_barrier()  # aliased memory: all reads before any write
     tl.store(h_new_ptr + at, rounded(new, h_new_ptr.dtype.element_ty), mask=mask)
     if output_ptr is not None:
         DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -78,7 +78,7 @@ def cell_forward_kernel(
     CELL: tl.constexpr, G: tl.constexpr, EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """One step of all directions. `gates` may be the memory of x, `h_new` and `c_new` that of h and c."""
+    """One step of all directions. `gates` may alias x; `h_new` and `c_new` may alias h and c."""
     H = aligned(H, ALIGNED)
     R: tl.constexpr = G + 1 if CELL == GRU else G
     eps = scalar(eps, ACC)
@@ -87,7 +87,7 @@ def cell_forward_kernel(
     t = time_of(step, T, backwards)
     _, active, reset = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
     state = (d * B + row)[:, None] * H + column
-    stored = ((d * T + t) * B + row)[:, None]  # the row of cells, gates and products
+    stored = ((d * T + t) * B + row)[:, None]  # the row in cells, gates and products
     c = tl.zeros([BLOCK_B, BLOCK_H], ACC)
     if CELL == LSTM:
         c = tl.load(c_ptr + (d * B + row)[:, None] * aligned(c_stride, ALIGNED) + column, mask=mask, other=0.0).to(ACC)
@@ -106,7 +106,7 @@ def cell_forward_kernel(
         norm_ptr += d * (2 * G * H + (2 * H if CELL == LSTM else 0))
     a = preactivations(x, product, bias_ptr, norm_ptr, H, column, mask, eps, CELL, G, ACC)
     gates, c_new = activate(a, c, peephole_ptr, H, column, CELL, ACC)
-    tl.debug_barrier()  # in place: every thread has read before any writes
+    tl.debug_barrier()  # aliased memory: all reads before any write
     if gates_ptr is not None:
         store_tiles(gates_ptr + stored * (R * H) + column, H, mask, gates, R)
     if CELL == LSTM:
@@ -140,7 +140,7 @@ def state_forward_kernel(
     threshold_h, p_h: tl.float64, T, B, P, D, reverse, step,
     EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """Behind the projection: the end of the step of an LSTM whose h has P columns."""
+    """After the projection: the end of a step of an LSTM whose h has P columns."""
     P = aligned(P, ALIGNED)
     d, row, first, column, mask = position(B, P, BLOCK_B, BLOCK_H)
     backwards = runs_backwards(d, reverse)
@@ -162,7 +162,7 @@ def operand_kernel(
 ):
     """The operands of all products, (D, T, B, P), from the output; 0 for steps that are not active.
 
-    They lie in the order of the steps where there are two directions, else in that of time (`slab`).
+    With two directions they are in the order of steps, else in the order of time (`slab`).
     """
     P = aligned(P, ALIGNED)
     d, flat, _first, column, exists = position(tl.cast(T, tl.int64) * B, P, BLOCK_B, BLOCK_H)
@@ -214,7 +214,7 @@ def gates_kernel(
         norm_ptr += d * (2 * G * H + (2 * H if CELL == LSTM else 0))
     a = preactivations(x, product, bias_ptr, norm_ptr, H, column, column < H, scalar(eps, ACC), CELL, G, ACC)
     gates, _ = activate(a, c, peephole_ptr, H, column, CELL, ACC)
-    tl.debug_barrier()  # in place: every thread has read before any writes
+    tl.debug_barrier()  # aliased memory: all reads before any write
     store_tiles(gates_ptr + stored * (R * H) + column, H, mask, gates, R)
 
 
@@ -223,7 +223,7 @@ def _arriving(
     grad_output_ptr, direct_ptr, recurrent_ptr, mask_ptr, lengths_ptr, resets_ptr, grad_strides, direct_stride,
     active, t, backwards, d, row, column, mask, T, B, P, ACC: tl.constexpr,
 ):
-    """(what the later steps send back to this step's h, the gradient of this step's h)."""
+    """(gradient that later steps send to this step's h, total gradient of this step's h)."""
     at = (d * B + row)[:, None] * direct_stride + column
     later = tl.load(direct_ptr + at, mask=mask, other=0.0).to(ACC)
     if recurrent_ptr is not None:
@@ -252,7 +252,7 @@ def cell_backward_kernel(
     CELL: tl.constexpr, G: tl.constexpr, EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """One step of all directions. `direct_new` and `grad_c_new` may be the memory of `direct` and `grad_c`."""
+    """One step of all directions. `direct_new` and `grad_c_new` may alias `direct` and `grad_c`."""
     H = aligned(H, ALIGNED)
     R: tl.constexpr = G + 1 if CELL == GRU else G
     eps = scalar(eps, ACC)
@@ -267,7 +267,7 @@ def cell_backward_kernel(
         norm_ptr += d * (2 * G * H + (2 * H if CELL == LSTM else 0))
         norm_sums_ptr += (d * B + row)[:, None] * (2 * G * H + (2 * H if CELL == LSTM else 0)) + column
 
-    # the gradient of h^, or of h~ behind a projection
+    # the gradient of h^, or of h~ before a projection
     if grad_hidden_ptr is not None:
         grad = tl.load(grad_hidden_ptr + state, mask=live, other=0.0)
     else:
@@ -327,7 +327,7 @@ def cell_backward_kernel(
             at = peephole_sums_ptr + (d * B + row)[:, None] * (3 * H) + column
             add_tiles(at, H, live, (grad_i * c, grad_f * c, grad_o * new), 3)
         beside_c = tl.where(reset[:, None], 0.0, tl.where(active[:, None], beside_c, later_c))
-        tl.debug_barrier()  # in place: every thread has read before any writes
+        tl.debug_barrier()  # aliased memory: all reads before any write
         tl.store(grad_c_new_ptr + state, rounded(beside_c, grad_c_new_ptr.dtype.element_ty), mask=mask)
     else:
         h = grad
@@ -337,9 +337,9 @@ def cell_backward_kernel(
         of_x, of_h, past = gradients(gates, h, grad, CELL)
         beside += past
     if grad_hidden_ptr is None and direct_new_ptr is not None:
-        # `reset` is applied when this is read: to the product as well
+        # The next step applies its `reset` when it reads this, to the product as well.
         beside = tl.where(active[:, None], beside, later)
-        tl.debug_barrier()  # in place, as above
+        tl.debug_barrier()  # aliased memory, as above
         tl.store(direct_new_ptr + state, rounded(beside, direct_new_ptr.dtype.element_ty), mask=mask)
     if norm_ptr is not None:
         raw = load_tiles(products_ptr + stored * (G * H) + column, H, live, G, ACC)
@@ -367,7 +367,7 @@ def state_backward_kernel(
     grad_strides, grad_new_strides, threshold_h, p_h: tl.float64, T, B, P, D, reverse, step,
     EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """Before the projection's transpose: the gradient of h^, of P columns, and what goes past the cell."""
+    """Before the projection's transpose: the gradient of h^, of P columns, and the part that bypasses the cell."""
     P = aligned(P, ALIGNED)
     d, row, first, column, mask = position(B, P, BLOCK_B, BLOCK_H)
     backwards = runs_backwards(d, reverse)
@@ -379,7 +379,7 @@ def state_backward_kernel(
     )
     grad, beside = zone_backward(grad, seed_ptr, 0, t, d, row, first, threshold_h, scalar(p_h, ACC), T, B, EXPECTED)
     beside = tl.where(active[:, None], beside, later)
-    tl.debug_barrier()  # in place: every thread has read before any writes
+    tl.debug_barrier()  # aliased memory: all reads before any write
     tl.store(direct_ptr + (d * B + row)[:, None] * P + column, beside, mask=mask)
     at = d * grad_new_strides[0] + slab(t, d, T) * grad_new_strides[1] + row * P
     grad = rounded(tl.where(active[:, None], grad, 0.0), grad_new_ptr.dtype.element_ty)

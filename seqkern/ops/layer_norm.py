@@ -32,6 +32,7 @@ from seqkern.reference.dropout import dropout
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+
 @explicit
 def layer_norm(
     input: Tensor,

@@ -1,8 +1,9 @@
-// Attention in CUDA C++, host side: checks, results, and the choice between the kernels. The kernels:
-// forward.cuh, backward.cuh, and for Hopper hopper/forward.cuh, hopper/backward.cuh.
+// Attention in CUDA C++, host side: checks, results, choice of kernel. The kernels: forward.cuh,
+// backward.cuh; for Hopper hopper/forward.cuh,
+// hopper/backward.cuh.
 //
-// Nothing is read back from the device: numbers in starts, lengths and the seed are the kernels' to read and to cut to
-// the tensors they speak of. So a call can be captured in a CUDA graph.
+// Nothing is read back from the device: the kernels read starts, lengths and the seed, and clamp them to the tensors
+// they refer to. A call can therefore be captured in a CUDA graph.
 #include <algorithm>
 #include <string>
 #include <tuple>
@@ -16,9 +17,9 @@ namespace {
 using std::optional;
 
 constexpr int64_t kMostDim = 256;
-constexpr int64_t kFarDiagonal = 1 << 30;  // plus a few lengths it still fits 32 bits
+constexpr int64_t kFarDiagonal = 1 << 30;  // still fits 32 bits after adding a few lengths
 
-// Whether "auto" takes the Hopper kernels where they serve: only once a run on a GPU has shown them right and faster.
+// Whether "auto" takes the Hopper kernels where they serve a call. Only once a GPU run has shown them right and faster.
 constexpr bool kAutoHopper = false;
 
 // ---- arguments -----------------------------------------------------------------------------------------------------
@@ -30,7 +31,8 @@ AttentionIntegers integers_of(const optional<Tensor>& t) {
   return {data_or_null(t), t && t->scalar_type() == ScalarType::Long};
 }
 
-// Where a limit of the band lies: anything that no pair of positions can reach is "far", but not "unlimited".
+// A limit of the band. A distance that no pair of positions can reach becomes "far", which is not the same as
+// "unlimited".
 int limit_of(int64_t diagonal, int64_t distance, int sign) {
   if (distance < 0) return sign * kAttentionFar;
   const int64_t most = int64_t{1} << 60, far = kAttentionFar - 1;
@@ -38,7 +40,7 @@ int limit_of(int64_t diagonal, int64_t distance, int sign) {
   return static_cast<int>(std::clamp(limit, -far, far));
 }
 
-// What the kernels are made for.
+// Raises for dtypes and head dimensions that the kernels do not support.
 void check_kernels(const char* op, Dtype dtype, int64_t head_dim, int64_t value_dim) {
   SK_CHECK(dtype != Dtype::f64, op,
            ": the CUDA C++ kernels take float32, bfloat16 and float16, got float64; use_backend(\"triton\") runs it");
@@ -48,7 +50,7 @@ void check_kernels(const char* op, Dtype dtype, int64_t head_dim, int64_t value_
   }
 }
 
-// What fits 32-bit positions.
+// Raises if positions would not fit 32 bits.
 void check_range(const AttentionArguments& a, const AttentionSizes& s) {
   for (const auto& [name, size] : {std::pair{"sequences", s.sequence_count}, std::pair{"heads", s.heads},
                                    std::pair{"queries", a.max_queries}, std::pair{"keys", a.max_keys}}) {
@@ -58,10 +60,10 @@ void check_range(const AttentionArguments& a, const AttentionSizes& s) {
   checked_product({s.sequence_count, s.heads, s.query_rows}, a.op);
 }
 
-// Rows as the kernels read and write them; keeps a copy where the last dimension was not contiguous.
-class Rows4 {
+// A tensor as the kernels address it. Keeps a copy if the last dimension was not contiguous.
+class StridedTensor {
  public:
-  explicit Rows4(const Tensor& t) : tensor_(with_unit_last_stride(t)) {}
+  explicit StridedTensor(const Tensor& t) : tensor_(with_unit_last_stride(t)) {}
 
   AttentionTensor read() const {
     return {tensor_.const_data_ptr(), tensor_.stride(0), tensor_.stride(1), tensor_.stride(2)};
@@ -70,7 +72,7 @@ class Rows4 {
     Tensor t = tensor_;
     return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
   }
-  // Whether every row begins on 16 bytes and is whole units of them.
+  // Whether every row starts at a multiple of 16 bytes and consists of whole 16-byte vectors.
   bool vectors() const {
     const int64_t size = static_cast<int64_t>(tensor_.element_size());
     bool aligned = reinterpret_cast<uintptr_t>(tensor_.const_data_ptr()) % 16 == 0 && tensor_.size(3) * size % 16 == 0;
@@ -82,7 +84,7 @@ class Rows4 {
   Tensor tensor_;
 };
 
-// A call as the kernels are told of it, and the tensors that its addresses point into.
+// The kernels' description of a call, and the tensors that its addresses point into.
 class Prepared {
  public:
   AttentionSizes sizes;
@@ -136,17 +138,17 @@ class Prepared {
       c.keep_scale = static_cast<float>(dropout.scale);
     }
   }
-  // Whether there is a score at all.
+  // Whether the call has any score.
   bool scores() const {
     return sizes.heads > 0 && sizes.sequence_count > 0 && call.max_queries > 0 && call.max_keys > 0;
   }
 
  private:
-  Rows4 query_, key_, value_;
+  StridedTensor query_, key_, value_;
   optional<Tensor> query_starts_, key_starts_, key_lengths_, slopes_, sinks_;
 };
 
-// Whether the Hopper kernels are to run, of whom `serves` tells whether they take the call.
+// Whether to run the Hopper kernels. `serves` tells whether they support the call.
 template <class Serves>
 bool takes_hopper(const char* op, const std::string& path, const Serves& serves) {
   SK_CHECK(path == "auto" || path == "mma" || path == "hopper", op, ": path must be auto, mma or hopper, got ", path);
@@ -166,12 +168,12 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const optional<T
   Tensor out = s.rows_tensor(a.query, s.heads, s.query_rows, s.value_dim);
   Tensor lse = empty(a.query, {s.batch, s.heads, s.query_rows}, s.acc);
   if (out.numel() == 0) return {out, lse};
-  if (s.sequence_count == 0 || a.max_queries == 0) {  // rows of no sequence, for which no kernel is needed
+  if (s.sequence_count == 0 || a.max_queries == 0) {  // no row belongs to a sequence: no kernel needed
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
     return {out, lse};
   }
-  const Rows4 rows(out);
+  const StridedTensor rows(out);
   p.call.tf32 = tf32;
   p.call.vectors = p.call.vectors && rows.vectors();
   const AttentionForwardCuda f{p.call, rows.write(), static_cast<float*>(lse.mutable_data_ptr())};
@@ -186,11 +188,11 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const optional<T
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using BackwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const optional<Tensor>& grad_lse,
-                   const Tensor& out, const Tensor& lse, bool need_mask, bool need_slopes, bool tf32,
-                   const std::string& path) {
+BackwardResults backward(const AttentionArguments& a, const Tensor& grad_out, const optional<Tensor>& grad_lse,
+                         const Tensor& out, const Tensor& lse, bool need_mask, bool need_slopes, bool tf32,
+                         const std::string& path) {
   Prepared p(a, std::nullopt);
   const AttentionSizes& s = p.sizes;
   check_attention_gradients(a, s, grad_out, grad_lse, out, lse, need_mask, need_slopes);
@@ -208,12 +210,13 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const op
     for (Tensor* t : {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_distance}) torch::stable::zero_(*t);
     return {grad_query, grad_key, grad_value, grad_mask, grad_distance};
   }
-  const Rows4 gradient(grad_out), result(out), query_rows(grad_query), key_rows(grad_key), value_rows(grad_value);
+  const StridedTensor gradient(grad_out), result(out), query_rows(grad_query), key_rows(grad_key),
+      value_rows(grad_value);
   const Tensor sums = as_contiguous(lse);
   const optional<Tensor> grad_sums = contiguous_or_none(grad_lse);
   Tensor delta = empty(a.query, {s.batch, s.heads, s.query_rows}, s.acc);
   p.call.tf32 = tf32;
-  for (const Rows4* rows : {&gradient, &result, &query_rows, &key_rows, &value_rows})
+  for (const StridedTensor* rows : {&gradient, &result, &query_rows, &key_rows, &value_rows})
     p.call.vectors = p.call.vectors && rows->vectors();
 
   AttentionBackwardCuda b{};
@@ -272,14 +275,14 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& query, const Tensor& key,
                  sinks, tf32, path);
 }
 
-Gradients attention_bwd(const Tensor& grad_out, const optional<Tensor>& grad_lse, const Tensor& query,
-                        const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
-                        const optional<Tensor>& attn_mask, const optional<Tensor>& query_starts,
-                        const optional<Tensor>& key_starts, const optional<Tensor>& key_lengths,
-                        const optional<Tensor>& alibi_slopes, const optional<Tensor>& seed, int64_t max_queries,
-                        int64_t max_keys, int64_t diagonal, bool lower_right, int64_t left, int64_t right, double scale,
-                        double softcap, double dropout_p, bool need_mask, bool need_slopes, bool tf32,
-                        const std::string& path) {
+BackwardResults attention_bwd(const Tensor& grad_out, const optional<Tensor>& grad_lse, const Tensor& query,
+                              const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                              const optional<Tensor>& attn_mask, const optional<Tensor>& query_starts,
+                              const optional<Tensor>& key_starts, const optional<Tensor>& key_lengths,
+                              const optional<Tensor>& alibi_slopes, const optional<Tensor>& seed, int64_t max_queries,
+                              int64_t max_keys, int64_t diagonal, bool lower_right, int64_t left, int64_t right,
+                              double scale, double softcap, double dropout_p, bool need_mask, bool need_slopes,
+                              bool tf32, const std::string& path) {
   return backward({"attention_bwd", query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes,
                    seed, max_queries, max_keys, diagonal, lower_right, left, right, scale, softcap, dropout_p},
                   grad_out, grad_lse, out, lse, need_mask, need_slopes, tf32, path);

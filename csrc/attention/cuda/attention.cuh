@@ -1,13 +1,13 @@
-// What all attention kernels in CUDA C++ are told of a call, and what a tile of scores has to know: which sequence it
-// belongs to, who sees whom, and what becomes of a product q.k before its exponential. Every path (mma.sync, decoding,
-// wgmma) asks these functions, so that the host executor tests for all what it tests for one.
+// What all CUDA C++ attention kernels know of a call: where a sequence lies, which keys a query sees, and how a product
+// q.k becomes the score in the exponent. Every path (mma.sync, decode, wgmma) calls these functions, so what the host
+// executor tests for one holds for all.
 //
-// With diag = diagonal, or diagonal + keys - queries where bands are aligned lower right:
+// With diag = diagonal, or diagonal + keys - queries for bands aligned lower right:
 //
-//    query i sees key j        iff  i + low <= j <= i + high  and  j < keys
-//    z_ij = softcap tanh(scale q_i.k_j / softcap) - slope |i + diag - j| + mask_ij
+//     query i sees key j        iff  i + low <= j <= i + high  and  j < keys
+//     z_ij = softcap tanh(scale q_i.k_j / softcap) - slope |i + diag - j| + mask_ij
 //
-// and the rest is that of kernels/attention/attention.py, which has the equations.
+// The other equations: kernels/attention/attention.py.
 #pragma once
 
 #include "attention/mask.h"
@@ -15,11 +15,11 @@
 
 namespace seqkern {
 
-// As a limit it says "unlimited"; no length reaches it, and sums of a few of them fit 32 bits. The host sees to both.
+// As a limit: unlimited. The host ensures that no length reaches it; sums of a few such numbers fit 32 bits.
 constexpr int kAttentionFar = 1 << 28;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// A (batch, heads, rows, columns) tensor whose last dimension is contiguous; strides in elements.
+// A (batch, heads, rows, columns) tensor with a contiguous last dimension; strides in elements.
 struct AttentionTensor {
   const void* data;
   int64_t batch, head, row;
@@ -29,7 +29,7 @@ struct AttentionTensor {
     return static_cast<const T*>(data) + b * batch + h * head + r * row;
   }
 };
-// The same of a result.
+// The same for a result.
 struct AttentionResult {
   void* data;
   int64_t batch, head, row;
@@ -50,35 +50,36 @@ struct AttentionIntegers {
   }
 };
 
-// What is given, not where it is null.
+// A call. Absent options are null.
 struct AttentionCuda {
   AttentionTensor query, key, value;
-  // Rows of 16-bit or 32-bit elements that begin at multiples of 16 bytes, in all tensors of the call: cp.async, TMA.
-  // They are whole units of 16 bytes too, but for decoding.
+  // Rows start at multiples of 16 bytes in all tensors of the call: cp.async and TMA may be used. Except in decode,
+  // rows are also whole 16-byte vectors.
   bool vectors;
-  bool tf32;  // float32: one product of tf32 numbers, where torch's own flag allows it; else three
+  bool tf32;  // float32: one tf32 product, if torch's flag allows it; else three
   int sequences, heads, kv_heads, head_dim, value_dim;
-  int64_t query_rows, key_rows;  // of the tensors: their dimension 2
+  int64_t query_rows, key_rows;  // of the tensors: dimension 2
   int max_queries, max_keys;     // of a sequence
 
-  // Packed: the rows of batch entry 0 that belong to a sequence, S + 1 numbers each; lengths: keys of it that count.
+  // Packed: starts of each sequence's rows in batch entry 0, S + 1 numbers each. lengths: visible keys of each
+  // sequence.
   AttentionIntegers query_starts, key_starts, key_lengths;
 
-  int diagonal, low, high;  // low, high: -kAttentionFar, kAttentionFar where there is no limit
+  int diagonal, low, high;  // low = -kAttentionFar, high = kAttentionFar: unlimited
   bool lower_right;
 
   float scale, softcap;  // softcap 0: none
   const float* slopes;   // (sequences, heads)
   const float* sinks;    // (heads), forward only
-  const void* mask;      // added to the scores, or a boolean of what may be seen
+  const void* mask;      // added to the scores, or boolean: which pairs are visible
   MaskType mask_type;
   int64_t mask_strides[4];  // sequence, head, query, key; 0 where it broadcasts
-  const int64_t* seed;      // dropout
+  const int64_t* seed;      // of dropout
   uint32_t threshold;
   float keep_scale;  // 1 / (1 - p)
 
-  // Whether scores are scale q.k and none is dropped, with a scale above 0: a row's maximum may be looked for before
-  // the multiplication.
+  // Whether scores are just scale q.k with scale > 0, without dropout: then a row's maximum may be taken before
+  // scaling.
   __host__ __device__ bool plain() const {
     return softcap == 0 && slopes == nullptr && mask == nullptr && seed == nullptr && scale > 0;
   }
@@ -86,17 +87,17 @@ struct AttentionCuda {
 
 // ---- sequences -----------------------------------------------------------------------------------------------------
 
-// A sequence: its rows in the tensors, how many of its keys count, and its band.
+// A sequence: its rows in the tensors, its number of visible keys, its band.
 struct AttentionPlace {
   int64_t batch, query_row, key_row;
   int queries, keys;
-  int key_rows;  // keys, with those that key_lengths hides
+  int key_rows;  // keys, including those that key_lengths hides
   int diagonal, low, high;
 };
 
 SK_DEVICE int64_t clamp_row(int64_t row, int64_t rows) { return row < 0 ? 0 : row < rows ? row : rows; }
 
-// Starts outside the tensors are cut to them, lengths to the maximum: what they enclose is always there.
+// Clamps starts to the tensors and lengths to the maximum, so every row between them exists.
 SK_DEVICE AttentionPlace place_of(const AttentionCuda& p, int64_t s) {
   AttentionPlace at{s, 0, 0, p.max_queries, p.max_keys, p.max_keys, p.diagonal, p.low, p.high};
   if (p.query_starts.data != nullptr) {
@@ -118,7 +119,7 @@ SK_DEVICE AttentionPlace place_of(const AttentionCuda& p, int64_t s) {
   return at;
 }
 
-// The number of a query's row in lse, in delta and for dropout.
+// A query's row number in lse, in delta and for dropout.
 SK_DEVICE int64_t row_number(const AttentionCuda& p, const AttentionPlace& at, int64_t head, int query) {
   return (at.batch * p.heads + head) * p.query_rows + at.query_row + query;
 }
@@ -129,13 +130,13 @@ SK_DEVICE bool sees(const AttentionPlace& at, int i, int j) {
   return j < at.keys && j >= i + at.low && j <= i + at.high;
 }
 
-// Blocks, by their first row: a tile sees some pairs of those in [first, min(full, last)), every pair of those in
-// [full, edge), some of those in [edge, last), and nothing else. All but `last` are multiples of the block's size.
+// Blocks of the other side, by their first row. A tile sees every pair of blocks in [full, edge), some pairs of blocks
+// in [first, min(full, last)) and [edge, last), and nothing else. All but `last` are multiples of the block size.
 struct AttentionRange {
   int first, full, edge, last;
 };
 
-// Key blocks of `block` for queries [query0, query0 + rows).
+// Blocks of `block` keys for queries [query0, query0 + rows).
 SK_DEVICE AttentionRange key_range(const AttentionPlace& at, int query0, int rows, int block) {
   const int end = min(query0 + rows, at.queries);
   AttentionRange r;
@@ -147,7 +148,7 @@ SK_DEVICE AttentionRange key_range(const AttentionPlace& at, int query0, int row
   return r;
 }
 
-// Query blocks of `block` for keys [key0, key0 + rows).
+// Blocks of `block` queries for keys [key0, key0 + rows).
 SK_DEVICE AttentionRange query_range(const AttentionPlace& at, int key0, int rows, int block) {
   const int end = min(key0 + rows, at.keys);
   const int all = key0 < at.keys ? at.queries : 0;
@@ -162,7 +163,7 @@ SK_DEVICE AttentionRange query_range(const AttentionPlace& at, int key0, int row
 
 // ---- scores --------------------------------------------------------------------------------------------------------
 
-// What the options need of a head of a sequence: where its mask begins, its slope.
+// What the options need of a head of a sequence: the start of its mask, and its slope.
 struct AttentionHead {
   const char* mask;
   float slope;
@@ -178,8 +179,8 @@ SK_DEVICE AttentionHead head_of(const AttentionCuda& p, int64_t s, int64_t head)
   return h;
 }
 
-// What the mask adds to score (i, j), which must lie within it. Additive masks are read as they are: the most negative
-// finite number stays finite, and a row of nothing else is uniform.
+// The mask's term of score (i, j), which must lie within the mask. Additive masks are used unscaled: the most negative
+// finite number stays finite, and a row that has nothing else becomes uniform.
 template <MaskType kType>
 SK_DEVICE float mask_value(const AttentionCuda& p, const AttentionHead& head, int i, int j) {
   const int64_t at = i * p.mask_strides[2] + j * p.mask_strides[3];
@@ -202,7 +203,8 @@ SK_DEVICE float mask_value(const AttentionCuda& p, const AttentionHead& head, in
   }
 }
 
-// tanh to a few last places, small x too: a polynomial below 0.625 (Cephes; Moshier 1989), 1 - 2 / (e^2x + 1) above.
+// tanh, correct to a few last places, also for small x: a polynomial below 0.625 (Cephes; Moshier 1989), above it 1 - 2
+// / (e^2x + 1).
 SK_DEVICE float attention_tanh(float x) {
   const float a = fabsf(x), square = x * x;
   float p = fmaf(-5.70498872745e-3f, square, 2.06390887954e-2f);
@@ -213,7 +215,7 @@ SK_DEVICE float attention_tanh(float x) {
   return a < 0.625f ? fmaf(x * square, p, x) : x < 0 ? -large : large;
 }
 
-// What softcap makes of scale q.k, and the tanh in it, whose 1 - bent^2 is the derivative.
+// The softcapped score of scale q.k. `bent` receives its tanh; 1 - bent^2 is the derivative.
 SK_DEVICE float softcapped(const AttentionCuda& p, float z, float* bent) {
   *bent = attention_tanh(z * (1.0f / p.softcap));
   return *bent * p.softcap;
@@ -222,7 +224,7 @@ SK_DEVICE float distance_of(const AttentionPlace& at, int i, int j) {
   return static_cast<float>(abs(i + at.diagonal - j));
 }
 
-// z of a visible pair within the sequence, in natural units, from its product q.k; bent: 0 without softcap.
+// z of a visible pair, in natural units, from its product q.k. bent: 0 without softcap.
 SK_DEVICE float biased(const AttentionCuda& p, const AttentionHead& head, const AttentionPlace& at, float product,
                        int i, int j, float* bent) {
   float z = product * p.scale;
@@ -233,11 +235,10 @@ SK_DEVICE float biased(const AttentionCuda& p, const AttentionHead& head, const 
   return z;
 }
 
-// The four words that decide about the keys 4 (j / 4) ... + 3 of a row (row_number): key j is kept where word j % 4 is
-// >= the threshold.
+// The four random words of keys 4 (j / 4) ... + 3 of a row (row_number). Key j is kept if word j % 4 >= the threshold.
 SK_DEVICE uint4 dropout_words(uint64_t seed, int64_t row, int j) { return philox(seed, row, j); }
 
-// A row's lse in the kernels' units, +inf where it sees nothing, so that e^(z - lse) is 0 and not NaN.
+// lse, or +inf for a row that sees nothing, so that e^(z - lse) is 0 and not NaN.
 SK_DEVICE float lse_or_infinity(float lse) { return lse == -INFINITY ? INFINITY : lse; }
 
 }  // namespace seqkern

@@ -1,5 +1,4 @@
-// Launches the passes of attention's backward on CUDA. Which instances there are: `with_instance`. What a block's
-// tiles look like: `plan_of`.
+// Launches attention's backward passes on CUDA. `with_instance` lists the instances; `plan_of` chooses a block's tiles.
 #include <algorithm>
 #include <tuple>
 
@@ -20,9 +19,9 @@ struct Plan {
   size_t bytes = 0;
 };
 
-// `row_bytes` of a row in shared memory, `owned` tiles that stay there, `numbers` floats for each row of two chunks.
-// All threads have up to 255 registers, so eight warps fit a multiprocessor: first as many of them as shared memory
-// lets in, then two places in the ring, 128 rows a block, long chunks.
+// `row_bytes`: bytes of a row in shared memory. `owned`: tiles that stay there. `numbers`: floats for each row of two
+// chunks. Threads have up to 255 registers, so a multiprocessor holds eight warps. In order of priority: as many of
+// them as shared memory allows, two ring slots, 128 rows a block, long chunks.
 Plan plan_of(const CudaDevice& device, int row_bytes, int warp_rows, int step, int owned, int numbers) {
   Plan best;
   std::tuple<int, int, int, int> best_score;
@@ -73,7 +72,7 @@ struct Launch {
     return static_cast<int64_t>(sizeof(T)) * (c().head_dim + c().value_dim);
   }
 
-  // gaps: whether the kernel also writes packed rows that no sequence has, which any grid does.
+  // gaps: the kernel also clears packed rows of no sequence, which needs a grid of at least one block.
   template <class... P>
   void walk(void (*kernel)(P...), int warps, size_t bytes, bool gaps, const AttentionOrder& order,
             P... arguments) const {
@@ -108,8 +107,8 @@ struct Launch {
 
   template <class T>
   void grad_mask() const {
-    // Blocks of keys stand for heads: those of a row of queries are next to each other, and of the row that sees most
-    // all are first.
+    // A mask has no heads: blocks of keys take their place in the order. So the tiles of one row of queries are
+    // adjacent, and the row that sees most keys comes first.
     const int masks = p.mask_sequences * p.mask_heads, keys = (c().max_keys + kMaskRows - 1) / kMaskRows;
     const int64_t sharers = std::max<int64_t>(1, int64_t{c().sequences} * c().heads / std::max(1, masks));
     const AttentionOrder order = attention_order(
@@ -133,7 +132,7 @@ struct Launch {
   }
 };
 
-// The instances: head dims up to 64, 128 and 256, with and without options on the scores; float32 always with.
+// Instances: head dims up to 64, 128 and 256, with and without options on the scores; float32 only with.
 template <class T, class F>
 void with_instance(int dim, bool options, const F& f) {
   const auto of = [&](auto d) {

@@ -1,27 +1,25 @@
-// What the kernels of attention's backward pass share: products of tiles by a warp, probabilities from lse, who was
-// dropped, and how results are written. Which kernel does what:
+// What the kernels of attention's backward pass share: tile products by a warp, probabilities from lse, dropout bits,
+// and storing results. The kernels:
 //
-//    grad_query.cuh    dQ, delta, the slopes' distances, the gradient of a mask that nobody shares
-//    grad_key.cuh      dK and dV
-//    grad_mask.cuh     the gradient of a mask that sequences or heads share
+//     grad_query.cuh   dQ, delta, the slopes' distances, the gradient of a mask that is not shared
+//     grad_key.cuh     dK and dV
+//     grad_mask.cuh    the gradient of a mask that sequences or heads share
 //
-// Nothing is added to memory by two blocks: every kernel owns what it writes and recomputes the scores, so that bits do
-// not depend on the order of blocks. Seven products of tiles instead of five (eight at head dim 256) are the price.
+// No two blocks add to the same memory: every kernel owns what it writes and recomputes the scores, so the bits do not
+// depend on the order of blocks. The price: seven tile products instead of five (eight at head dim 256).
 //
-// A block owns rows (queries or keys), in shared memory, 16 or 32 for each of its warps, and walks the other side in
-// chunks through a ring of two places (one where memory is short) that cp.async fills ahead of the work. A warp takes
-// kStep columns of a chunk at a time: two tiles of scores in registers, 16 x kStep each, become P and dS there, and
-// P and dS are operands of the next products as they lie (a_of_sums). How many warps, how long the chunks and how many
-// places are numbers of the launch (GradTiles), so that one instance serves every size of shared memory.
+// A thread block owns rows (queries or keys) in shared memory, 16 or 32 for each warp. It walks the other side in
+// chunks, through a ring of two slots (one where memory is short) that cp.async fills ahead of use. A warp takes kStep
+// columns of a chunk at a time: two register tiles of scores, 16 x kStep each, become P and dS in place and are then
+// the operands of the next products (a_of_sums). The launch chooses the number of warps, the chunk length and the
+// number of slots (GradTiles), so one instance serves every size of shared memory.
 //
-// Every kernel is a persistent grid that walks its tiles, the longest first, as the forward pass does
-// (schedule.cuh), and is done with one when it begins the next. There is no pass of equal tiles: delta
-// is made where queries are owned, and rows of packed results that no sequence has are shared among the blocks at the
-// end.
+// Every kernel is persistent: its blocks walk the tiles, longest first, like the forward pass
+// (schedule.cuh), one after the other. No kernel has only equal tiles: delta is computed where queries
+// are owned, and packed rows of no sequence are divided among the blocks at the end.
 //
-// kOptions false is a call without options on the scores: one multiply-add and one power of two for each. A warp then
-// also asks for its own steps whether they are visible at all, in part, or whole: only in the second case positions
-// are compared.
+// kOptions false: no options on the scores, so one multiply-add and one power of two each. A warp then also classifies
+// its own steps as hidden, partly visible or fully visible, and compares positions only in the second case.
 #pragma once
 
 #include "launch.h"
@@ -39,7 +37,7 @@ using attention_mma::Tile;
 
 constexpr int kMostThreads = 256;
 
-// The shape of a launch: chunks of `columns` rows of the other side, `places` of them in shared memory.
+// A launch's tile shape: chunks of `columns` rows of the other side, `places` ring slots in shared memory.
 struct GradTiles {
   int columns, places;
 };
@@ -48,21 +46,21 @@ SK_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 
-// `tile_rows` rows from `from`, of which `rows` are there. Columns from `columns` up to a multiple of 16 become 0; what
-// lies behind is never looked at.
+// Copies `tile_rows` rows from `from` on, of which `rows` exist. Columns from `columns` up to a multiple of 16 become
+// 0; later ones are never read.
 template <class T, int kDim>
 SK_DEVICE void load_rows(unsigned char* tile, int tile_rows, const T* from, int64_t stride, int rows, int columns,
                          bool vectors) {
-  using Rows = Tile<T, kDim>;
+  using RowTile = Tile<T, kDim>;
   const int live = (columns + 15) / 16 * 16, threads = blockDim.x;
-  const int thread = sizeof(T) == 4 ? unknown(threadIdx.x) : threadIdx.x;  // kept for no loop around
+  const int thread = sizeof(T) == 4 ? unknown(threadIdx.x) : threadIdx.x;  // not kept in a register across loops
   if (vectors) {
 #pragma unroll 2
-    for (int n = thread; n < tile_rows * Rows::kChunks; n += threads) {
-      const int row = n / Rows::kChunks, chunk = n % Rows::kChunks;
-      if (chunk * Rows::kChunk >= live) continue;
-      cp_async_16_if(tile + Rows::offset(row, chunk), from + row * stride + chunk * Rows::kChunk,
-                     row < rows && chunk * Rows::kChunk < columns);
+    for (int n = thread; n < tile_rows * RowTile::kChunks; n += threads) {
+      const int row = n / RowTile::kChunks, chunk = n % RowTile::kChunks;
+      if (chunk * RowTile::kChunk >= live) continue;
+      cp_async_16_if(tile + RowTile::offset(row, chunk), from + row * stride + chunk * RowTile::kChunk,
+                     row < rows && chunk * RowTile::kChunk < columns);
     }
   } else {
     attention_mma::load_elements<T, kDim>(tile, tile_rows, from, stride, rows, columns, live, thread, threads);
@@ -78,7 +76,7 @@ SK_DEVICE void add_scores(float (&sums)[M][N][4], const unsigned char* left, int
   if constexpr (sizeof(T) == 4) {
     static_assert(M == 1, "float32 has registers for one");
 #pragma unroll 1
-    for (int from = 0; from < depth; from += 32) {  // rows' pieces of 128 bytes
+    for (int from = 0; from < depth; from += 32) {  // 128-byte pieces of a row
 #pragma unroll
       for (int k = 0; k < 32; k += Operand<T>::kDepth) {
         if (from + k >= depth) break;
@@ -113,11 +111,11 @@ SK_DEVICE void add_scores(float (&sums)[M][N][4], const unsigned char* left, int
   }
 }
 
-// sums += scores tile: the tile's rows [depth, depth + 8 N) are summed over, its `columns` columns are the results'.
+// sums += scores tile: sums over the tile's rows [depth, depth + 8 N); its `columns` columns are those of the result.
 template <class T, int kDim, int M, int N>
 SK_DEVICE void add_weighted(float (&sums)[M][kDim / 8][4], const float (&scores)[M][N][4], const unsigned char* tile,
                             int depth, int columns, bool tf32, int lane) {
-  constexpr int kBlocks = Operand<T>::kDepth / 8, kTerms = N / kBlocks;  // blocks of 8 columns that make an operand
+  constexpr int kBlocks = Operand<T>::kDepth / 8, kTerms = N / kBlocks;  // blocks of 8 columns in an operand
   A<T> a[M][kTerms];
 #pragma unroll
   for (int m = 0; m < M; ++m) {
@@ -143,8 +141,8 @@ SK_DEVICE void add_weighted(float (&sums)[M][kDim / 8][4], const float (&scores)
 
 // ---- scores --------------------------------------------------------------------------------------------------------
 
-// Of queries [i, i + rows) and keys [j, j + columns): whether any pair is visible, and whether all are (but for queries
-// beyond the sequence).
+// For queries [i, i + rows) and keys [j, j + columns): whether any pair is visible, and whether all are (ignoring
+// queries beyond the sequence).
 struct Seen {
   bool any, all;
 };
@@ -154,9 +152,9 @@ SK_DEVICE Seen seen_of(const AttentionPlace& at, int i, int rows, int j, int col
           j_last < at.keys && j_last <= i + at.high && j >= i_last + at.low};
 }
 
-// lse as `probability` wants it: in powers of two for plain scores, +inf where a row sees nothing.
+// lse as `probability` takes it: in base 2 for plain scores, +inf for a row that sees nothing.
 template <bool kOptions>
-SK_DEVICE float lse_in_units(float lse) {
+SK_DEVICE float exponent_lse(float lse) {
   return lse_or_infinity(kOptions ? lse : lse * kLog2e);
 }
 
@@ -176,9 +174,9 @@ SK_DEVICE float probability(const AttentionCuda& call, const AttentionHead& head
 
 // ---- dropout -------------------------------------------------------------------------------------------------------
 
-// The words of a block of 16 x 8 scores, in the order of a lane's four: rows are queries from number `row`, columns
-// keys from `key`. There are 32 counters: lane (g, q) takes that of row g + 8 (q % 2) and keys 4 (q / 2) ..., and
-// neighbours swap halves.
+// The random words of a block of 16 x 8 scores, in the order of a lane's four scores. Rows are queries from row number
+// `row` on, columns keys from `key` on. There are 32 counters: lane (g, q) computes that of row g + 8 (q % 2) and keys
+// 4 (q / 2) ..., and neighbouring lanes exchange halves.
 SK_DEVICE void words_of_queries(uint32_t (&words)[4], uint64_t seed, int64_t row, int key, int lane) {
   const int g = lane / 4, q = lane % 4;
   const bool odd = q % 2 != 0;
@@ -191,15 +189,15 @@ SK_DEVICE void words_of_queries(uint32_t (&words)[4], uint64_t seed, int64_t row
   words[3] = odd ? mine.w : second;
 }
 
-// The same where rows are keys and columns queries. A lane wants word g % 4 of four counters: queries 2q and 2q + 1,
-// keys 4 (g / 4) ... and those + 8. The four lanes that share them take one each and transpose 4 x 4 words.
+// The same where rows are keys and columns queries. A lane needs word g % 4 of four counters: queries 2q and 2q + 1,
+// keys 4 (g / 4) ... and those + 8. The four lanes that share them compute one each and transpose 4 x 4 words.
 SK_DEVICE void words_of_keys(uint32_t (&words)[4], uint64_t seed, int64_t row, int key, int lane) {
   const int g = lane / 4, q = lane % 4;
   const bool odd = g % 2 != 0, high = g % 4 >= 2;
   const uint4 mine = dropout_words(seed, row + 2 * q + (odd ? 1 : 0), key + g / 4 * 4 + (high ? 8 : 0));
   const uint32_t first = __shfl_xor_sync(~0u, high ? mine.x : mine.z, 8);
   const uint32_t second = __shfl_xor_sync(~0u, high ? mine.y : mine.w, 8);
-  // Now of counters `odd` and 2 + `odd` the words 2 `high` and 2 `high` + 1.
+  // Now words 2 `high` and 2 `high` + 1 of counters `odd` and 2 + `odd`.
   const uint32_t w[4] = {high ? first : mine.x, high ? second : mine.y, high ? mine.z : first, high ? mine.w : second};
   const uint32_t low_counter = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 4);
   const uint32_t high_counter = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 4);
@@ -217,7 +215,8 @@ SK_DEVICE void store_pair(T* to, float first, float second) {
   else *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
 
-// `columns` columns of 16 M rows from `row` of a head; those from `rows` on are not there, those from `counted` on 0.
+// Stores `columns` columns of 16 M rows from `row` of a head. Rows from `rows` on do not exist; rows from `counted` on
+// become 0.
 template <class T, int kDim, int M>
 SK_DEVICE void store_rows(const AttentionResult& result, int64_t batch, int64_t head, int64_t first, int row, int rows,
                           int counted, int columns, const float (&sums)[M][kDim / 8][4], float factor, int lane) {
@@ -242,7 +241,7 @@ SK_DEVICE void store_rows(const AttentionResult& result, int64_t batch, int64_t 
   }
 }
 
-// 0 into the rows of packed results before the first sequence and behind the last; the grid's blocks share the work.
+// Clears packed result rows before the first sequence and after the last. The grid's blocks share the work.
 template <class T>
 SK_DEVICE void zero_gaps(const AttentionIntegers& starts, int sequences, int64_t rows, const AttentionResult& result,
                          int heads, int columns) {
@@ -255,7 +254,7 @@ SK_DEVICE void zero_gaps(const AttentionIntegers& starts, int sequences, int64_t
   }
 }
 
-// An element of the mask's gradient.
+// Stores an element of the mask's gradient.
 SK_DEVICE void store_mask(void* grad_mask, MaskType type, int64_t at, float x) {
   switch (type) {
     case MaskType::f32: static_cast<float*>(grad_mask)[at] = x; break;

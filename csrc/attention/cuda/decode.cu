@@ -1,4 +1,4 @@
-// Decoding on CUDA, host side: checks, the plan, launches, registration.
+// Split-KV decode on CUDA, host side: checks, plan, launches, registration.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -19,9 +19,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---- the plan ------------------------------------------------------------------------------------------------------
 
-// Into how many splits the keys go, from shapes alone: FlashAttention-3's rule (Shah et al. 2024, hopper/heuristics.h),
-// the fewest that are within 85% of the best use of the last wave of blocks, two of which a multiprocessor needs for
-// its memory to be busy. Of 132 multiprocessors, whatever the device has, so that all give the same bits.
+// The number of splits of the keys, from shapes alone, by FlashAttention-3's rule (Shah et al. 2024,
+// hopper/heuristics.h): the fewest within 85% of the best use of the last wave of blocks. A multiprocessor needs two
+// blocks to keep its memory busy. Always counts 132 multiprocessors, so that all devices give the same bits.
 constexpr int64_t kMultiprocessors = 132, kPlaces = 2 * kMultiprocessors, kMostSplits = 128;
 
 int64_t splits_of(int64_t blocks, int64_t key_tiles) {
@@ -40,7 +40,7 @@ int64_t splits_of(int64_t blocks, int64_t key_tiles) {
   return limit;
 }
 
-// The instances of decode_kernel: three buckets of head dims, for three dtypes.
+// Instances of decode_kernel: three buckets of head dims by three dtypes.
 template <class F>
 void with_columns(int64_t columns, const F& f) {
   if (columns <= 64) return f(std::integral_constant<int, 64>{});
@@ -69,7 +69,7 @@ void check_matrix(const Tensor& t, const Tensor& query, const char* argument, in
   for (int64_t d = 0; d < 4; ++d) check_size(t, d, sizes[d], kOp, argument);
 }
 
-// Written in place: a copy would not do, and rows that share memory would be several blocks' to write.
+// The cache is written in place: a copy would not do, and rows that share memory would have several writers.
 void check_cache(const Tensor& t, const char* argument) {
   SK_CHECK(unit_last_stride(t), kOp, ": ", argument, "'s last dimension must be contiguous, got stride ", t.stride(3));
   for (int64_t d = 0; d < 3; ++d) {
@@ -99,7 +99,7 @@ optional<Tensor> floats(const optional<Tensor>& t, const Tensor& query, std::ini
 
 AttentionTensor tensor_of(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
 
-// Whether every row begins on 16 bytes.
+// Whether every row starts at a multiple of 16 bytes.
 bool in_vectors(const Tensor& t) {
   const int64_t size = t.scalar_type() == ScalarType::Float ? 4 : 2;
   bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
@@ -107,12 +107,12 @@ bool in_vectors(const Tensor& t) {
   return aligned;
 }
 
-// A band's side as the kernels take it; -1 is without limit.
+// A side of the band as the kernels take it; -1 is unlimited.
 int limit_of(int64_t side) {
   return static_cast<int>(side < 0 ? kAttentionFar : std::min<int64_t>(side, kAttentionFar - 1));
 }
 
-// torch's memory, also where the executor stands for a device: it sees what is written past the end.
+// Allocated by torch, also in the host executor, which then notices writes past the end.
 Tensor allocate(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
 }
@@ -130,8 +130,7 @@ void run(Dtype dtype, Decode& p, int64_t splits, const Tensor& query) {
     with_columns(std::max(call.head_dim, call.value_dim), [&](auto columns) {
       constexpr int kDim = decltype(columns)::value;
       using Shape = attention_decode::Shape<T, kDim>;
-      const int most =
-          Shape::Tile::kRowBytes > 512 ? 2 : 4;  // tiles of rows: their queries have to fit beside the ring
+      const int most = Shape::Tile::kRowBytes > 512 ? 2 : 4;  // tiles of rows whose queries fit beside the ring
       p.tiles = group_rows <= 16 ? 1 : group_rows <= 32 ? 2 : most;
       p.row_blocks = static_cast<int>(ceil_div(group_rows, int64_t{p.tiles} * attention_decode::kRows));
       const int64_t blocks = checked_product({call.sequences, call.kv_heads, p.row_blocks}, kOp);
@@ -205,7 +204,7 @@ std::tuple<Tensor, Tensor> attention_decode_op(const Tensor& query, const Tensor
     room = checked_product({page_table->size(1), page_size}, kOp);
     if (pages == 0) room = 0;  // whatever the table says
   }
-  const Tensor table = page_table ? with_unit_last_stride(*page_table) : query;  // query: not looked at
+  const Tensor table = page_table ? with_unit_last_stride(*page_table) : query;  // query: never read
   const auto slopes = floats(alibi_slopes, query, {batch, heads}, "alibi_slopes");
   const auto sink = floats(sinks, query, {heads}, "sinks");
   const int64_t appended = key ? key->size(2) : 0;

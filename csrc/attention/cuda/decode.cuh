@@ -1,42 +1,40 @@
-// Decoding: few queries over many keys that lie in a cache, which the same call extends.
+// Split-KV decode: few queries over many keys in a cache, which the same call extends.
 //
-// The equations are those of attention.cuh with the band of causal attention, lower right: of a sequence of `keys`
-// keys, the new ones included, query i of n stands at position keys - n + i.
+// Equations: attention.cuh with the band of causal attention, lower right. In a sequence of `keys` keys, new ones
+// included, query i of n is at position keys - n + i.
 //
-// The idea (Flash-Decoding: Dao et al. 2023). All that matters is how fast keys and values come from memory. So the
-// queries of all heads that share a key head are rows of one matrix, row r being query r % n of the group's head r / n:
-// up to 64 rows a block, in tiles of 16, for which keys and values are read once. And the keys that the queries see are
-// divided among `splits` blocks, whole tiles of keys each. How many blocks there are follows from shapes alone, so that
-// a recorded CUDA graph serves every length; which tiles are whose follows on the device from the length of the
-// sequence, so that a short sequence in a large cache keeps all blocks busy, and a window costs what it shows. Where
-// keys and values lie, in pages or not, and how new ones come to them: decode_cache.cuh.
+// The idea (Flash-Decoding: Dao et al. 2023). What matters is how fast keys and values come from memory. So the queries
+// of all heads that share a key head are rows of one matrix, row r being query r % n of the group's head r / n. A block
+// has up to 64 rows in tiles of 16, for which keys and values are read once. The visible keys are divided among
+// `splits` blocks in whole tiles. The number of blocks follows from shapes alone, so a recorded CUDA graph serves every
+// length. Which tiles a block takes is decided on the device by the sequence's length, so a short sequence in a large
+// cache keeps all blocks busy, and a window costs only what it shows. Paged caches and new rows:
+// decode_cache.cuh.
 //
-//   a block:  for its tiles t:  S = Q K_t^T,  m' = max(m, rowmax S),  P = 2^(c S - c m'),  O = O 2^(c m - c m') + P V_t
-//   a row:    out = sum_s 2^(m_s - M) O_s / sum_s 2^(m_s - M) l_s,  M = max_s m_s, over its splits s in order
+//     a block:  for its tiles t:  S = Q K_t^T,  m' = max(m, rowmax S),  P = 2^(c S - c m'),  O = O 2^(c m - c m') + P
+//               V_t
+//     a row:    out = sum_s 2^(m_s - M) O_s / sum_s 2^(m_s - M) l_s,  M = max_s m_s, over its splits s in order
 //
-// with c = scale log2 e; where a score is more than scale q.k, S is that score and c = log2 e.
+// with c = scale log2 e. With options on the scores, S is the score itself and c = log2 e.
 //
-// The last step is a second kernel. A counter by which the last block knows that it is the last saves that launch, but
-// has to be zero before: memory that calls of several streams or replayed graphs share, or a launch that clears it.
+// The last step is a second kernel. A counter that tells the last block it is the last would save this launch, but must
+// be zero beforehand: memory shared by calls of several streams or replayed graphs, or a launch that clears it.
 //
-// Warps. A block has four, which divide the tiles of rows, and what is left of them the keys of a tile, 16 at a time:
-// with one tile of rows every warp has its own keys, with four every warp has its own rows. Each holds the sums of 16
-// rows, so the code and the registers are the same; slices of keys meet in shared memory at the end, in order.
+// Warps. A block has four. They divide the tiles of rows, and what is left of them divides the keys of a tile, 16 at a
+// time: with one tile of rows every warp has its own keys, with four every warp its own rows. Each holds the sums of 16
+// rows, so code and registers are the same. Slices of keys are combined through shared memory at the end, in order.
 //
-// Shared memory. A ring of 64 KB, whose stages hold a tile of keys and a tile of values: 64 rows of up to 256 bytes, 32
-// of up to 512, 16 beyond. All stages but the one in use are on their way: 32 KB a block, 48 KB where rows have 128
-// bytes. With 4 KB of queries three blocks fit a multiprocessor of sm_90 (two with 256 columns, for their registers),
-// two of sm_80, one of sm_120: 96, 64 and 32 KB. At 4.8 TB/s and 1 us a multiprocessor of 132 needs 36. Beside the
-// ring: queries, and of paged caches where the rows of the next tiles lie.
+// Shared memory. A ring of 64 KB; a stage holds a tile of keys and a tile of values: 64 rows of up to 256 bytes, 32 of
+// up to 512, else 16. All stages but the current one are in flight: 32 KB a block, 48 KB where rows have 128 bytes.
+// With 4 KB of queries three blocks fit a multiprocessor of sm_90 (two with 256 columns, for their registers), two of
+// sm_80, one of sm_120: 96, 64 and 32 KB. At 4.8 TB/s and 1 us, each of 132 multiprocessors needs 36 KB in flight.
+// Beside the ring: the queries, and for paged caches the rows' places for the next tiles.
 //
 // Bytes: keys x (D + Dv), once; and 8 Dv for a row and split. FLOP: 2 rows x keys x (D + Dv), rows rounded up to 16; at
 // 64 rows of bfloat16 that is 64 FLOP a byte.
 //
-// float32: products of 8 terms that begin at zero are added by ordinary additions (mma.cuh).
-//
-// What was tried, judged by the compiler's reports for sm_90: all scores of a tile at once, with keys and values in
-// slots of their own and two barriers a tile. Of three blocks a multiprocessor every instance spilled, 72 bytes
-// (bfloat16, 64 columns) to 1.4 KB (float32, 256), and the file took 46 s to compile, not 27.
+// float32: products of 8 terms start at zero and are added by ordinary additions (mma.cuh). NOTES.md
+// lists what was tried.
 #pragma once
 
 #include "decode_cache.cuh"
@@ -55,7 +53,7 @@ constexpr int shared_bytes(int tiles, bool paged) {
   return loop > sums ? loop : sums;
 }
 
-// The keys that the queries of a sequence see: tiles from `first`, `each` of them a split, in the first `used` splits.
+// The tiles of keys that a sequence's queries see, from `first` on: `each` tiles a split, in the first `used` splits.
 struct Division {
   int first, tiles, each, used;
 };
@@ -70,7 +68,7 @@ SK_DEVICE Division divide(const AttentionRange& range, int keys, int splits) {
 
 // 16 rows over the keys of a slice. Lane l has rows l / 4 and l / 4 + 8, and of every 8 columns 2 (l % 4) and the next.
 template <class T, int kDim>
-struct Team {
+struct WarpRows {
   using S = Shape<T, kDim>;
   using Tile = typename S::Tile;
   static constexpr int kDepth = attention_mma::Operand<T>::kDepth;
@@ -83,7 +81,7 @@ struct Team {
   int query[2];
   float slope[2];
 
-  // Of 16 rows of the queries' tile with 16 of the keys'.
+  // Scores of 16 rows of the queries' tile and 16 of the keys'.
   SK_DEVICE void products(const unsigned char* keys, int group, int head_dim, int query_row, bool tf32, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[0][i] = scores[1][i] = 0;
@@ -103,11 +101,11 @@ struct Team {
     }
   }
 
-  // From products to what the exponential takes; what is not seen becomes -inf.
-  SK_DEVICE void bend(const AttentionCuda& call, const AttentionPlace& at, int key0, bool plain, bool edge, int lane) {
+  // Applies options and the band: products become exponents, hidden ones -inf.
+  SK_DEVICE void bias(const AttentionCuda& call, const AttentionPlace& at, int key0, bool plain, bool edge, int lane) {
     if (plain && !edge) return;
     AttentionCuda own = call;
-    own.mask = nullptr;  // there is none here: `biased` without one
+    own.mask = nullptr;  // decode has no mask: `biased` without one
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -120,8 +118,8 @@ struct Team {
     }
   }
 
-  // The step of the running softmax: scores become weights.
-  SK_DEVICE void weigh(float c) {
+  // A step of online softmax: scores become weights.
+  SK_DEVICE void softmax(float c) {
     float decay[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -144,7 +142,7 @@ struct Team {
       }
       sum[r] = fmaf(sum[r], decay[r], total);
     }
-    // Where no row has a larger score than before, which is nearly always, all would be multiplied by 1.
+    // If no row's maximum grew, which is the usual case, all factors are 1.
     if (__any_sync(~0u, decay[0] != 1 || decay[1] != 1)) {
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
@@ -171,8 +169,8 @@ struct Team {
   }
 };
 
-// A row's logarithm of the sum (base 2) from its largest exponent and sum, and what its values are multiplied by. A row
-// that sees nothing: -inf, and 0.
+// A row's lse (natural) and the weight of its values, from its largest exponent and its sum. A row that sees nothing
+// has lse -inf and weight 0.
 struct End {
   float weight, lse;
 };
@@ -191,12 +189,12 @@ SK_DEVICE End finish(float largest, float sum, const float* sinks, int64_t head)
 
 // ---- the kernels ---------------------------------------------------------------------------------------------------
 
-// Block: a split of the keys for up to 16 * tiles rows of a key head of a sequence.
+// Block: one split of the keys, for up to 16 * tiles rows of a key head of a sequence.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_kernel(Decode p) {
   using S = Shape<T, kDim>;
   using Tile = typename S::Tile;
-  constexpr int kAhead = S::kStages - 1;  // tiles that are on their way
+  constexpr int kAhead = S::kStages - 1;  // tiles in flight
   SK_SHARED(shared);
   const AttentionCuda& call = p.call;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -217,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
   unsigned char* const query_tile = shared + kRing;
   if (p.pages != nullptr) from.table = reinterpret_cast<int2*>(query_tile + Tile::bytes(p.tiles * kRows));
 
-  // Queries, and of paged caches the places of the first tiles.
+  // Loads the queries and, for a paged cache, the places of the first tiles.
   const auto query_row = [&](int row) {
     row += row0;
     return call.query.at<T>(sequence, kv_head * group + row / queries, row % queries);
@@ -243,10 +241,10 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
     if (thread < S::kKeys && S::kStages < count) place = page_of(p, from, base + S::kStages * S::kKeys + thread);
     __syncthreads();
   }
-  const auto ask = [&](int t) {
+  const auto prefetch = [&](int t) {
     if (t < count) {
       unsigned char* const to = shared + t % S::kStages * 2 * S::kTile;
-      // One code for both where float32's sums leave no registers for two.
+      // One copy of the code where float32's sums leave no registers for two.
 #pragma unroll(sizeof(T) == 4 ? 1 : 2)
       for (int n = 0; n < 2; ++n) {
         load<T, kDim>(p, from, n == 0 ? p.key_cache : p.value_cache, n == 0 ? p.new_key : p.new_value,
@@ -256,29 +254,29 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
     cp_async_commit();
   };
 #pragma unroll 1
-  for (int t = 0; t < kAhead; ++t) ask(t);
+  for (int t = 0; t < kAhead; ++t) prefetch(t);
   if (row_block == 0) {
     for (int n = split; n < at.keys - from.old; n += p.splits) append<T>(p, from, n, thread);
   }
 
-  Team<T, kDim> team;
+  WarpRows<T, kDim> warp_rows;
   const int slices = slices_of(p.tiles, S::kGroups), row_tile = warp % p.tiles;
-  team.queries = query_tile;
+  warp_rows.queries = query_tile;
   const int slice = warp / p.tiles;
   const bool works = slice < slices && row_tile * kRows < rows;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = min(row0 + row_tile * kRows + lane / 4 + 8 * r, group * queries - 1);
-    team.query[r] = row % queries;
-    team.slope[r] =
+    warp_rows.query[r] = row % queries;
+    warp_rows.slope[r] =
         call.slopes != nullptr ? call.slopes[int64_t{sequence} * call.heads + kv_head * group + row / queries] : 0;
-    team.largest[r] = -INFINITY;
-    team.sum[r] = 0;
+    warp_rows.largest[r] = -INFINITY;
+    warp_rows.sum[r] = 0;
   }
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) team.out[n][i] = 0;
+    for (int i = 0; i < 4; ++i) warp_rows.out[n][i] = 0;
   }
   const bool plain = call.plain();
   const float c = plain ? call.scale * kLog2e : kLog2e;
@@ -288,8 +286,8 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
     const int key0 = base + t * S::kKeys;
     cp_async_wait<kAhead - 1>();
     __syncthreads();
-    ask(t + kAhead);
-    if (from.table != nullptr && thread < S::kKeys) {  // of tile t's slot, which was read before the barrier
+    prefetch(t + kAhead);
+    if (from.table != nullptr && thread < S::kKeys) {  // tile t's slot was read before the barrier
       from.table[t % S::kStages * S::kKeys + thread] = place;
       if (t + S::kStages + 1 < count) place = page_of(p, from, key0 + (S::kStages + 1) * S::kKeys + thread);
     }
@@ -297,20 +295,20 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
     if constexpr (S::kHeld) {
       if (t == 0) {
 #pragma unroll
-        for (int k = 0; k < kDim / 16; ++k) Tile::a(team.held[k], query_tile, row_tile * kRows, k * 16, lane);
+        for (int k = 0; k < kDim / 16; ++k) Tile::a(warp_rows.held[k], query_tile, row_tile * kRows, k * 16, lane);
       }
     }
     const unsigned char* const keys = shared + t % S::kStages * 2 * S::kTile;
 #pragma unroll 1
     for (int group = slice; group < S::kGroups; group += slices) {
-      team.products(keys, group, call.head_dim, row_tile * kRows, call.tf32, lane);
-      team.bend(call, at, key0 + group * 16, plain, key0 < range.full || key0 >= range.edge, lane);
-      team.weigh(c);
-      team.add_values(keys + S::kTile, group, call.value_dim, call.tf32, lane);
+      warp_rows.products(keys, group, call.head_dim, row_tile * kRows, call.tf32, lane);
+      warp_rows.bias(call, at, key0 + group * 16, plain, key0 < range.full || key0 >= range.edge, lane);
+      warp_rows.softmax(c);
+      warp_rows.add_values(keys + S::kTile, group, call.value_dim, call.tf32, lane);
     }
   }
 
-  // The slices of a row together, and out with it.
+  // Combines the slices of each row and stores the result.
   cp_async_wait<0>();
   __syncthreads();
   float* const sums = reinterpret_cast<float*>(shared);
@@ -318,18 +316,18 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
   if (works) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = team.sum[r];
+      float sum = warp_rows.sum[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int row = warp * kRows + lane / 4 + 8 * r;
       if (lane % 4 == 0) {
-        extents[2 * row] = team.largest[r] * c;
+        extents[2 * row] = warp_rows.largest[r] * c;
         extents[2 * row + 1] = sum;
       }
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         *reinterpret_cast<float2*>(sums + row * S::kSumRow + n * 8 + lane % 4 * 2) =
-            make_float2(team.out[n][2 * r], team.out[n][2 * r + 1]);
+            make_float2(warp_rows.out[n][2 * r], warp_rows.out[n][2 * r + 1]);
       }
     }
   }
@@ -368,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kDim>::kBlocks)) decode_ke
   }
 }
 
-// Block: a row, from what its splits left. Every warp finds the weights for itself.
+// Block: one row, combined from its splits. Every warp computes the weights for itself.
 template <class T>
 __global__ void __launch_bounds__(kThreads) combine_kernel(Decode p, int keys) {
   const AttentionCuda& call = p.call;

@@ -1,10 +1,11 @@
-// What decoding (decode.cuh) is told, and where its keys and values lie: in a cache, whole or in pages,
-// and behind that in the new rows of the call. How a tile of them gets into shared memory, new rows into the cache.
+// The arguments of decode (decode.cuh), and where its keys and values lie: in a cache, contiguous or
+// paged, followed by the new rows of the call. Loads tiles of them into shared memory, and appends new rows to the
+// cache.
 //
-// New rows are read where they are given, never from the cache; blocks that need not wait for each other write them
-// there. Nothing that no query sees is read, so pages of what has left a window may be gone. A new row without a place,
-// beyond the cache's room or in a page that is not there, is not written; nor are those of a sequence whose length is
-// below 0, which sees nothing at all. So a recorded batch may have places that nobody uses.
+// New rows are read from the call's tensors, never from the cache, so the blocks that append them need no barrier.
+// Nothing is read that no query sees, so pages that have left a window may be gone. A new row is not written if it has
+// no place (beyond the cache's room or in a missing page), nor if its sequence has a length below 0, which sees nothing
+// at all. A recorded batch may therefore have unused places.
 #pragma once
 
 #include "attention.cuh"
@@ -17,7 +18,7 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kRows = 16;       // of a tile of queries
 constexpr int kRing = 1 << 16;  // bytes
 
-// Blocks that shared memory has room for, of a multiprocessor: registers need not be saved for more.
+// Blocks of a multiprocessor that shared memory has room for; more need not save registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kMostBlocks = 2;
 #else
@@ -29,31 +30,30 @@ struct Shape {
   using Tile = attention_mma::Tile<T, kDim>;
   static constexpr int kKeys = Tile::kRowBytes <= 256 ? 64 : Tile::kRowBytes <= 512 ? 32 : 16;  // of a tile
   static constexpr int kGroups = kKeys / 16;
-  static constexpr int kTile = Tile::bytes(kKeys);  // of keys, and of values behind them
+  static constexpr int kTile = Tile::bytes(kKeys);  // bytes of a tile of keys; the values follow it
   static constexpr int kStages = kRing / (2 * kTile);
   // 16-bit queries of up to 128 columns stay in registers.
   static constexpr bool kHeld = sizeof(T) == 2 && kDim <= 128;
-  static constexpr int kBlocks = kDim <= 128 ? kMostBlocks : 2;  // that registers leave room for
-  static constexpr int kSumRow = kDim + 8;                       // floats; the 8 keep rows in different banks
+  static constexpr int kBlocks = kDim <= 128 ? kMostBlocks : 2;  // as registers allow
+  static constexpr int kSumRow = kDim + 8;                       // in floats; the 8 avoid bank conflicts
 };
 
-// What the kernels are told. call.key_lengths are the lengths before the new rows; call.max_keys is the room.
+// The kernels' arguments. call.key_lengths: lengths before the new rows; call.max_keys: room in the cache.
 struct Decode {
   AttentionCuda call;
-  AttentionResult key_cache, value_cache;  // of a paged cache `batch` is the stride of pages
+  AttentionResult key_cache, value_cache;  // paged: `batch` is the stride of pages
   AttentionTensor new_key, new_value;
-  int appended;  // new rows
+  int appended;  // new rows of a sequence
   const int32_t* pages;
   int64_t pages_row;
   int page_size, page_count;
-  void* out;                // (sequences, heads, queries, value_dim)
-  float* lse;               // (sequences, heads, queries)
-  float *partial, *extent;  // (rows as out, splits, value_dim), (rows, splits, 2): O, and m and l; null with one split
-  int splits, tiles, row_blocks;  // tiles of rows in a block: 1, 2, 4
+  void* out;                      // (sequences, heads, queries, value_dim)
+  float* lse;                     // (sequences, heads, queries)
+  float *partial, *extent;        // rows as out: (.., splits, value_dim) O, (.., splits, 2) m and l; null: one split
+  int splits, tiles, row_blocks;  // tiles: of rows in a block, 1, 2 or 4
 };
 
-// A sequence with its new rows, as far as there is room; `old` of its keys are in the cache. One of a length below 0
-// has nothing.
+// A sequence with its new rows, as far as there is room; `old` of its keys are in the cache. A length below 0: no keys.
 SK_DEVICE AttentionPlace place_of(const Decode& p, int64_t s, int* old) {
   const int64_t length = p.call.key_lengths[s];
   *old = static_cast<int>(clamp_row(length, p.call.max_keys));
@@ -69,11 +69,11 @@ SK_DEVICE AttentionPlace place_of(const Decode& p, int64_t s, int* old) {
 
 // ---- where rows lie ------------------------------------------------------------------------------------------------
 
-// Keys [first, last) of a key head; of others nothing is read, they count as 0.
+// Keys [first, last) of a key head. Others are not read and count as 0.
 struct Source {
   int sequence, head;
   int old, first, last;
-  int2* table;  // in shared memory: page, and row in it, of the keys of the next tiles; null: not paged
+  int2* table;  // shared memory: page, and row in it, of the next tiles' keys; null: not paged
 };
 
 SK_DEVICE int2 page_of(const Decode& p, const Source& from, int key) {
@@ -83,7 +83,7 @@ SK_DEVICE int2 page_of(const Decode& p, const Source& from, int key) {
   return {max(0, min(page, p.page_count - 1)), key - n * p.page_size};
 }
 
-// Asks for the keys or the values of a tile.
+// Issues the loads of a tile's keys or values.
 template <class T, int kDim>
 SK_DEVICE void load(const Decode& p, const Source& from, const AttentionResult& cache, const AttentionTensor& added,
                     unsigned char* slot, int tile, int key0, int columns, int thread) {
@@ -100,7 +100,7 @@ SK_DEVICE void load(const Decode& p, const Source& from, const AttentionResult& 
   if (p.call.vectors) {
     constexpr int kStep = kThreads / Tile::kChunks;
     const int chunk = thread % Tile::kChunks, left = columns - chunk * Tile::kChunk;
-    if (left <= -16) return;  // columns that no product looks at
+    if (left <= -16) return;  // columns that no product reads
     const int bytes = max(0, min(left * static_cast<int>(sizeof(T)), 16));
 #pragma unroll 2
     for (int row = thread / Tile::kChunks; row < S::kKeys; row += kStep) {
@@ -118,7 +118,7 @@ SK_DEVICE void load(const Decode& p, const Source& from, const AttentionResult& 
   }
 }
 
-// Writes new row `n`, for which there is room, into the cache, where its page is there.
+// Appends new row `n`, which has room, to the cache, unless its page is missing.
 template <class T>
 SK_DEVICE void append(const Decode& p, const Source& from, int n, int thread) {
   const int key = from.old + n;

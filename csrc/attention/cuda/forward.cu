@@ -1,4 +1,4 @@
-// The forward pass of attention with mma.sync, host side: which kernel, how many stages, how many blocks.
+// The forward pass of attention with mma.sync, host side: which kernel, how many stages, how many thread blocks.
 #include <algorithm>
 
 #include "forward.cuh"
@@ -9,8 +9,8 @@ namespace {
 using attention_forward::Arguments;
 using attention_forward::Shape;
 
-// The most stages that let the most blocks be on a multiprocessor, of those that registers leave room for: another
-// block hides more than another stage.
+// Chooses the most stages among those with the most resident blocks (as registers allow): another block hides more
+// latency than another stage.
 template <class T, int kDim, bool kOptions>
 void run(const AttentionCall& call, const AttentionForwardCuda& forward) {
   using S = Shape<T, kDim, kOptions>;
@@ -35,7 +35,7 @@ void run(const AttentionCall& call, const AttentionForwardCuda& forward) {
                             attention_order(c.sequences, c.heads, c.heads / c.kv_heads, c.max_queries, S::kRows, bytes,
                                             last_queries_see_most(c.low, c.high), device.architecture),
                             stages};
-  // Packed rows that no sequence has are written by any grid.
+  // Packed rows of no sequence are cleared by any grid of at least one block.
   const bool gaps = c.query_starts.data != nullptr;
   shape.grid = dim3(attention_grid(arguments.order, resident, device.multiprocessors, gaps));
   launch(call.op, kernel, shape, call.stream, arguments);
@@ -51,8 +51,8 @@ std::string tiles() {
 
 struct Instance {
   Dtype dtype;
-  int dim;       // the larger of the head dimensions, at most
-  bool options;  // what they cost the others is most of the time of a score
+  int dim;       // largest head dimension it serves
+  bool options;  // kernels without options are separate: options take most of a score's time
   void (*run)(const AttentionCall&, const AttentionForwardCuda&);
   std::string (*tiles)();
 };

@@ -1,50 +1,40 @@
-// The forward pass of attention with mma.sync: compute capability 8.0 and up, every option, bfloat16, float16, float32.
+// The forward pass of attention with mma.sync: compute capability 8.0 and up, all options, bfloat16, float16, float32.
 //
-// The idea. A block of threads owns a tile of queries and walks the keys that any of them sees, block by block, with a
-// running maximum and sum of each row (online softmax: Milakov & Gimelshein 2018; FlashAttention-2: Dao 2023). With m
-// the running maximum, over the visible keys j of a block, equations of scores as in attention.cuh:
+// The idea. A thread block owns a tile of queries and walks the keys that any of them sees, block by block, with a
+// running maximum and sum for each row (online softmax: Milakov & Gimelshein 2018; FlashAttention-2: Dao 2023). With m
+// the running maximum, over the visible keys j of a block, and scores z as in attention.cuh:
 //
-//    m' = max(m, max_j z_ij)
-//    l' = l e^(m - m') + sum_j e^(z_ij - m')
-//    o' = o e^(m - m') + sum_j r_ij e^(z_ij - m') v_j
-//    out = o / l      lse = m + log l
+//     m' = max(m, max_j z_ij)
+//     l' = l e^(m - m') + sum_j e^(z_ij - m')
+//     o' = o e^(m - m') + sum_j r_ij e^(z_ij - m') v_j
+//     out = o / l      lse = m + log l
 //
-// with r_ij = 1 / (1 - p) where dropout keeps (i, j), else 0 (the factor comes last). A sink is a key of its own that
-// has no value. Rows that see nothing: out 0, lse -inf.
+// with r_ij = 1 / (1 - p) where dropout keeps (i, j), else 0 (the factor is applied at the end). A sink is a key
+// without a value. Rows that see nothing: out 0, lse -inf.
 //
-// Tiles. A warp owns 16 or 32 rows and all their keys, so no row crosses warps: scores, sums and the output stay in the
-// registers in which the tensor cores leave them, and become operands of the second product where they are. Of 32 rows
-// each operand from shared memory serves two products: with 16 rows shared memory alone (4 cycles for what feeds two
-// products of 2 cycles each) is as slow as the tensor cores. Head dimension 256 has no registers for that.
+// Tiles. A warp owns 16 or 32 rows and all their keys, so no row crosses warps. Scores, sums and output stay in the
+// registers where the tensor cores put them, and become operands of the second product there. With 32 rows each operand
+// from shared memory serves two products. With 16 rows shared memory alone (4 cycles for what feeds two products of 2
+// cycles each) takes as long as the tensor cores. Head dimension 256 has no registers for 32 rows.
 //
-// Shared memory. Queries once, keys and values in rings of one or two stages each. Keys of block j + 1 are under way
-// during softmax and second product of j. Values, with two stages: of j + 1, during all of j, and there is one barrier
-// a block. With one stage: of j, while its scores are computed, two barriers a block, half the memory: where that lets
-// another block of threads be on the multiprocessor, it hides more than a second stage.
+// Shared memory. Queries are loaded once; keys and values go through rings of one or two stages each. The keys of block
+// j + 1 are loaded during softmax and second product of block j. With two stages the values of j + 1 are loaded during
+// all of j, with one barrier a block. With one stage the values of j are loaded while its scores are computed: two
+// barriers a block, half the memory. If that lets another thread block be resident, it hides more than a second stage.
 //
-// Work that is not a product. Plain scores are never scaled: one multiply-add gives the exponent of two, one
-// instruction the power. Only blocks at the edges of the band compare positions. The maximum is followed only when it
-// has grown by more than 2^kSlack: what is exponentiated is then at most that, the result is the same, and the output
-// is rescaled a few times a row instead of once a block (the idea is FlashAttention-4's, Dao 2026; exact, since out and
-// lse are relative to whatever m is). A row decides for itself: its bits do not depend on its neighbours. Sums of a row
-// are kept by the four lanes that share it, and put together at the end. Options run in natural units, since masks hold
-// the most negative finite number, which times log2(e) would be -inf. Of dropout's four-key counters each lane computes
-// every other one, and two lanes exchange halves.
+// Work beside the products. Plain scores are never scaled: one multiply-add gives the exponent, one instruction the
+// power of two. Only blocks at the edges of the band compare positions. The running maximum is updated only when it has
+// grown by more than 2^kSlack, which bounds the exponentials; the output is then rescaled a few times a row instead of
+// once a block (idea: FlashAttention-4, Dao 2026; exact, because out and lse are relative to any m). Each row decides
+// by itself, so its bits do not depend on its neighbours. The four lanes that share a row keep partial sums, which are
+// added at the end. Options use natural units: masks hold the most negative finite number, which times log2(e) would be
+// -inf. Each lane computes every other one of dropout's four-key counters, and two lanes exchange halves.
 //
-// float32 takes three products of tf32 numbers for one, and every product of 8 terms begins at zero: tensor cores cut
-// off what does not fit their sums, which over many keys would show (mma.cuh).
+// float32: a product is three tf32 products, and every product of 8 terms starts at zero, because tensor cores truncate
+// what does not fit their accumulators; over many keys that would show (mma.cuh).
 //
-// What was tried, judged by the compiler's reports (no speed has been measured yet):
-// - options looked up score by score, with 64 scores a lane: four times the instructions, a minute of compilation for
-//   two kernels; option by option, with 16 scores a lane, a warp's rows fit 168 registers, three blocks of threads;
-// - what the end needs of a tile (places, rows) in registers across the loop: some 200 bytes of spills at D 128; in
-//   shared memory, and rows' addresses there as an exclusive or of constants: 52 on sm_90a, 12 on sm_100a and sm_120;
-// - where the next keys and values are, how many rows are left and the ring's place, looked up for each block, copies
-//   unrolled twice, not four times: 16 on sm_100a alone; operands' addresses made anew for each product, too: none;
-// - copies of any number of bytes up to 16: each takes a dozen instructions; of 16 or nothing: two.
-//
-// FLOP: 2 (D + Dv) a visible pair; memory: query, out and lse once, keys and values once a tile of queries, from the
-// second-level cache when their tiles run together (schedule.cuh).
+// FLOP: 2 (D + Dv) a visible pair. Memory: query, out and lse once; keys and values once a tile of queries, from L2
+// when their tiles run together (schedule.cuh). NOTES.md lists what was tried.
 #pragma once
 
 #include "forward_rows.cuh"
@@ -54,12 +44,12 @@
 namespace seqkern {
 namespace attention_forward {
 
-// What a block of threads works at, in shared memory: registers are for the loop.
+// A thread block's current tile, in shared memory because the loop needs the registers.
 struct Work {
   int head, sequence, query0;
   AttentionRange range;  // of keys
   AttentionPlace at;
-  const void *key, *value;  // the first rows of the sequence
+  const void *key, *value;  // the sequence's first rows
 };
 static_assert(sizeof(Work) <= kWorkBytes, "room for it");
 
@@ -69,7 +59,7 @@ struct Arguments {
   int stages;
 };
 
-// Rows of packed results that no sequence has: out 0, lse -inf. All blocks of the grid share them.
+// Packed result rows of no sequence: out 0, lse -inf. All blocks of the grid share the work.
 template <class T>
 SK_DEVICE void clear_gaps(const AttentionForwardCuda& p, int threads) {
   const AttentionCuda& c = p.call;
@@ -105,7 +95,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
 
   int64_t index;
   for (int round = 0; (index = tile_of_round(round)) < p.order.tiles(); ++round) {
-    __syncthreads();  // the memory is free: the tile before is stored
+    __syncthreads();  // the previous tile is stored: its memory is free
     if (thread == 0) {
       const AttentionTile tile = p.order.walked(index);
       const AttentionPlace at = place_of(c, tile.sequence);
@@ -121,7 +111,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
     }
     __syncthreads();
     if (work->query0 >= work->at.queries) continue;
-    Rows<T, kDim, kOptions> rows;
+    WarpRows<T, kDim, kOptions> rows;
     {
       float sink = -INFINITY;
       if (c.sinks != nullptr) sink = c.sinks[work->head] * (kOptions ? 1.0f : kLog2e);
@@ -129,8 +119,8 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
     }
     const int first = work->range.first;
     if (first < work->range.last) {
-      // Blocks of keys and of values, by their first key. Each looks everything up again, a few instructions: nothing
-      // has to be kept while scores and sums need the registers. The products hide the lane for the same reason.
+      // Load a block of keys or values, given its first key. Each call recomputes its addresses, a few instructions, so
+      // that nothing is kept while scores and sums need the registers. The products hide the lane for the same reason.
       const auto load_keys = [&](int key0) {
         const int t = unknown(thread);
         KeyLoader::load(keys + stage_of(key0) * kKeyBytes,
@@ -157,7 +147,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
       for (int key0 = first; key0 < work->range.last; key0 += kKeys) {
         const bool more = key0 + kKeys < work->range.last;
         cp_async_wait<0>();
-        __syncthreads();  // keys are there (and values, of two stages), and all warps are done with the block before
+        __syncthreads();  // keys (with two stages values too) are loaded, and all warps have finished the block before
         if (p.stages == 1) {
           load_values(key0);
         } else if (more) {
@@ -167,7 +157,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
         rows.scores(query, keys + stage_of(key0) * kKeyBytes, warp_row, c.head_dim, unknown(lane), c.tf32);
         if (p.stages == 1) {
           cp_async_wait<0>();
-          __syncthreads();  // values are there, and all warps are done with the keys
+          __syncthreads();  // values are loaded, and all warps have read the keys
         }
         if (more) load_keys(key0 + kKeys);
         cp_async_commit();
@@ -190,7 +180,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
       }
     }
 
-    // The rows' results: through the queries' memory, of which a warp reads and writes its own rows only.
+    // Stores the rows' results through the queries' memory, where a warp reads and writes only its own rows.
     __syncwarp();
     const AttentionPlace at = work->at;
     const int head = work->head, query0 = work->query0 + warp_row;
@@ -203,7 +193,7 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
         float sum = rows.sum[m][h];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        const bool seen = sum != 0;  // then it is 1 at least: the largest score's own
+        const bool seen = sum != 0;  // then the sum is at least 1, the largest score's own term
         if (lane % 4 == 0 && query0 + row < at.queries) {
           const float bits = seen ? log2f(sum) : 0.0f, largest = rows.largest[m][h];
           p.forward.lse[row_number(c, at, head, query0 + row)] =

@@ -1,5 +1,5 @@
-// What the forward pass of attention is made of (forward.cuh): shapes of tiles, copies into them, and a
-// warp's rows with their scores, sums and output.
+// Parts of attention's forward pass (forward.cuh): tile shapes, copies into tiles, and a warp's rows
+// with their scores, sums and output.
 #pragma once
 
 #include "attention.cuh"
@@ -10,17 +10,17 @@ namespace attention_forward {
 
 using attention_mma::clear;
 
-// In front of the tiles: what a block of threads works at.
+// Bytes of `Work`, which precedes the tiles.
 constexpr int kWorkBytes = 128;
 
-// Tiles by head dimension: row blocks of 16 a warp, warps, keys of a block.
+// Tile shapes by head dimension: row blocks of 16 in a warp, warps, keys of a block.
 template <class T, int kDim, bool kOptions>
 struct Shape {
   static constexpr bool kWide = sizeof(T) == 4;
   static constexpr int kRowBlocks = kWide || kOptions || kDim > 128 ? 1 : 2;
   static constexpr int kWarps = !kWide && kDim > 128 ? 8 : 4;
   static constexpr int kKeys = kWide ? 4096 / kDim : kOptions || kDim > 128 ? 32 : 64;
-  // Blocks of threads on a multiprocessor, that registers leave room for.
+  // Thread blocks on a multiprocessor, as registers allow.
   static constexpr int kBlocks = kWide ? 2 : kDim > 128 ? 1 : kOptions ? 3 : 2;
 
   static constexpr int kThreads = 32 * kWarps;
@@ -31,32 +31,32 @@ struct Shape {
   }
 };
 
-// The maximum may lag behind by so many powers of two.
+// The running maximum may lag behind by this many powers of two.
 constexpr float kSlack = 8;
 
-// Columns are multiplied in parts of so many: head dimensions in between cost what the next whole part does.
+// Columns are multiplied in parts of this size: a head dimension in between costs as much as the next whole part.
 constexpr int part_of(int dim) { return dim / 4 < 32 ? 32 : dim / 4; }
 
-// Copies rows [0, kRows) of a matrix into a tile, but for columns beyond the last whole part: nothing reads them. Of
-// vectors a thread always copies the same chunk, of every kStep-th row.
+// Copies rows [0, kRows) of a matrix into a tile, except columns beyond the last whole part, which nothing reads. With
+// 16-byte vectors a thread always copies the same chunk, of every kStep-th row.
 template <class T, int kDim, int kRows, int kThreads>
 struct Loader {
   using Tile = attention_mma::Tile<T, kDim>;
   static constexpr int kStep = kThreads / Tile::kChunks;
   static_assert(kThreads % Tile::kChunks == 0 && kRows % kStep == 0, "a thread keeps its chunk");
 
-  // Where a thread begins, of a matrix that begins at `from`.
+  // Where a thread starts, in a matrix that starts at `from`.
   static SK_DEVICE const T* begin(const T* from, int64_t stride, bool vectors, int thread) {
     return vectors ? from + thread / Tile::kChunks * stride + thread % Tile::kChunks * Tile::kChunk : from;
   }
-  // at: the matrix as `begin` gives it; `rows` x `columns` of it are there, the rest is 0.
+  // at: the result of `begin`. `rows` x `columns` of the matrix exist; the rest becomes 0.
   static SK_DEVICE void load(unsigned char* tile, const T* at, int64_t stride, int rows, int columns, bool vectors,
                              int thread) {
     const int used = (columns + part_of(kDim) - 1) / part_of(kDim) * part_of(kDim);
     if (vectors) {
       const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
       if (chunk * Tile::kChunk >= used) return;
-      const int most = chunk * Tile::kChunk < columns ? rows - first : 0;  // chunks are there or not
+      const int most = chunk * Tile::kChunk < columns ? rows - first : 0;  // a chunk exists wholly or not at all
 #pragma unroll 2
       for (int row = 0; row < kRows; row += kStep) {
         cp_async_16_if(tile + Tile::offset(row + first, chunk), at, row < most);
@@ -68,9 +68,9 @@ struct Loader {
   }
 };
 
-// What a warp keeps of its rows. Row (m, h) is 16 m + 8 h + lane / 4 of the warp's; columns are the accumulators'.
+// A warp's rows in registers. Row (m, h) is 16 m + 8 h + lane / 4 of the warp's; columns are the accumulators'.
 template <class T, int kDim, bool kOptions>
-struct Rows {
+struct WarpRows {
   using S = Shape<T, kDim, kOptions>;
   using Tile = attention_mma::Tile<T, kDim>;
   static constexpr int kM = S::kRowBlocks, kKeys = S::kKeys;
@@ -95,7 +95,7 @@ struct Rows {
     }
   }
 
-  // score += the columns [kFrom, kTo) of the summed index.
+  // score += query key^T over columns [kFrom, kTo) of the summed index.
   template <int kFrom, int kTo>
   SK_DEVICE void add_scores(const unsigned char* query, const unsigned char* key, int row, int lane, bool tf32) {
 #pragma unroll
@@ -127,7 +127,7 @@ struct Rows {
     }
   }
 
-  // out += weight value, of the columns [kFrom, kTo).
+  // out += weight value, for columns [kFrom, kTo).
   template <int kFrom, int kTo>
   SK_DEVICE void add_values(const attention_mma::A<T> (&weight)[kSteps][kM], const unsigned char* value, int lane,
                             bool tf32) {
@@ -165,7 +165,8 @@ struct Rows {
     }
   }
 
-  // Calls body(score, query, key) for every score of a block whose first key is key0, query0 being the warp's.
+  // Calls body(score, query, key) for every score of a block. query0: the warp's first query; key0: the block's first
+  // key.
   template <class Body>
   SK_DEVICE void for_scores(int query0, int key0, int lane, const Body& body) {
 #pragma unroll
@@ -180,13 +181,13 @@ struct Rows {
   template <MaskType kType>
   SK_DEVICE void add_mask(const AttentionCuda& c, const AttentionHead& head, const AttentionPlace& at, int query0,
                           int key0, int lane) {
-    // What lies outside is hidden or not stored: any element of the mask will do.
+    // Pairs outside the mask are hidden or not stored: any element of it will do.
     for_scores(query0, key0, lane, [&](float& z, int i, int j) {
       z += mask_value<kType>(c, head, min(i, at.queries - 1), min(j, at.keys - 1));
     });
   }
 
-  // `biased` of all scores, option by option: a branch an option, not a branch a score.
+  // `biased` for all scores, option by option: one branch an option instead of one a score.
   SK_DEVICE void bias(const AttentionCuda& c, const AttentionHead& head, const AttentionPlace& at, int query0, int key0,
                       int lane) {
     for_scores(query0, key0, lane, [&](float& z, int, int) { z *= c.scale; });
@@ -208,8 +209,8 @@ struct Rows {
     }
   }
 
-  // score = e^(score - largest), the sums with them, out in the units of the new maximum. factor: from scores to powers
-  // of two; natural units have a maximum that is not multiplied by it.
+  // score = e^(score - largest), with the sums updated and out rescaled to the new maximum. factor turns scores into
+  // exponents of two; in natural units the maximum is not multiplied by it.
   SK_DEVICE void softmax(float factor) {
     float decay[kM][2];
     bool grown = false;
@@ -253,7 +254,7 @@ struct Rows {
     }
   }
 
-  // Rows (m, h) times a factor into a tile.
+  // Writes rows (m, h), times a factor, into a tile.
   SK_DEVICE void store(unsigned char* tile, int row, int m, int h, float factor, int lane) const {
     row += 16 * m + 8 * h + lane / 4;
 #pragma unroll
@@ -269,8 +270,8 @@ struct Rows {
     }
   }
 
-  // 0 where dropout takes a score. row: the number of the warp's first row. Lanes 2 q and 2 q + 1 need the same
-  // counters, each one half of their words: the even lane computes those of rows h = 0, the odd one those of h = 1.
+  // Sets scores that dropout drops to 0. row: number of the warp's first row. Lanes 2 q and 2 q + 1 need the same
+  // counters, each one half of their words: the even lane computes those of rows h = 0, the odd lane those of h = 1.
   SK_DEVICE void drop(uint64_t seed, uint32_t threshold, int64_t row, int key0, int lane) {
     const bool odd = lane % 2 != 0;
 #pragma unroll

@@ -1,22 +1,20 @@
-// dK and dV: the pass that owns keys, and walks the queries of every head of their group.
+// dK and dV: the kernel that owns keys. It walks the queries of every head of their group.
 //
-//    dv_j = sum_i r_ij p_ij do_i        dk_j = scale sum_i p_ij (r_ij do_i.v_j - delta_i) (1 - bent_ij^2) q_i
+//     dv_j = sum_i r_ij p_ij do_i        dk_j = scale sum_i p_ij (r_ij do_i.v_j - delta_i) (1 - bent_ij^2) q_i
 //
-// K and V of the block's keys lie in shared memory, Q and dO come through the ring with lse and delta. Scores are held
-// transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave the sums of one product as the left operands of
-// the next: no trip through shared memory. Four products of rows x keys x head dim; 2 (2 D + 2 Dv) FLOP a visible pair.
+// K and V of the block's keys stay in shared memory; Q and dO come through the ring with lse and delta. Scores are
+// transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T pass from the accumulators of one product to the left
+// operands of the next without shared memory. Four products of rows x keys x head dim; 2 (2 D + 2 Dv) FLOP a visible
+// pair.
 //
-// Registers: dK and dV take kDim / 2 a thread each for 16 keys of a warp: 128 at head dim 128, and at 256 there is no
-// room for both. There dV and dK have launches of their own, and S^T is computed in both: five products instead of
-// four, but no barrier and no exchange between warps, which splitting the head dim over two warps would need for every
-// step (each would have half of the sums that make a score, or P and dS would go through shared memory). Halves of the
-// columns in two passes would be six products.
+// Registers: dK and dV take kDim / 2 a thread each for 16 keys of a warp: 128 at head dim 128. At 256 there is no room
+// for both. There dV and dK are separate launches that both compute S^T: five products instead of four, but no barrier
+// and no exchange between warps. Splitting the head dim over two warps would need both in every step: each warp would
+// have half of the sums of a score, or P and dS would go through shared memory. Half of the columns in each of two
+// passes would take six products. At head dim 64 a warp of a plain call owns 32 keys and takes 16 queries a step.
 //
-// At head dim 64 a warp of a plain call owns 32 keys, 16 queries a step: 32 queries spilled 32 bytes.
-//
-// The walk. A tile is 128 keys (64 or 32 where memory is short), and the whole group of heads is its work: under a
-// causal mask the first keys are the longest, and with a window on the left alone the last. A batch of 16384 tokens
-// with 2048 / D key heads, plain, on 132 multiprocessors: 15.5 rounds of tiles at D 64 and 128, 7.8 at 256.
+// A tile is 128 keys (64 or 32 where memory is short) with the whole group of heads. Under a causal mask the first keys
+// are the longest tiles, with a window on the left alone the last.
 #pragma once
 
 #include "backward.cuh"
@@ -29,7 +27,7 @@ enum Gradients : int { kBoth, kKey, kValue };
 
 template <class T, int kDim, bool kOptions>
 constexpr int kKeyTiles = sizeof(T) == 2 && !kOptions && kDim <= 64 ? 2 : 1;
-// Queries that a warp takes at once: 32 where registers allow it.
+// Queries that a warp takes in a step: 32 where registers allow it.
 template <class T, int kDim, bool kOptions>
 constexpr int kKeyStep = sizeof(T) == 4 || kKeyTiles<T, kDim, kOptions> == 2 || (kOptions && kDim > 64) ? 16 : 32;
 
@@ -47,12 +45,12 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
   const int D = call.head_dim, DV = call.value_dim, group = call.heads / call.kv_heads;
   const AttentionRange range = query_range(at, key0, block_rows, columns);
 
-  // K, V (where dK is wanted), the ring, and of two chunks lse and delta.
+  // K; V, if dK is wanted; the ring; lse and delta of two chunks.
   unsigned char *key = memory, *value = key + block_rows * kRow, *ring = value + (kKeys ? block_rows * kRow : 0);
   float* rows_of_chunk = reinterpret_cast<float*>(ring + tiles.places * 2 * columns * kRow);
   const auto load = [&](int h, int query0, int place) {
     unsigned char* to = ring + place * 2 * columns * kRow;
-    const AttentionPlace from = kOptions && sizeof(T) == 4 ? place_of(call, s) : at;  // no registers are kept for it
+    const AttentionPlace from = kOptions && sizeof(T) == 4 ? place_of(call, s) : at;  // recomputed: saves registers
     const int left = at.queries - query0;
     const int64_t row = from.query_row + query0;
     load_rows<T, kDim>(to, columns, call.query.at<T>(from.batch, h, row), call.query.row, left, D, call.vectors);
@@ -60,7 +58,7 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
                        call.vectors);
     cp_async_commit();
   };
-  // lse and delta are on their way through a register while the tiles are on theirs.
+  // lse and delta are prefetched through a register while the tiles are loading.
   float next_lse = 0, next_delta = 0;
   const auto fetch = [&](int h, int query0) {
     const int row = threadIdx.x;
@@ -73,7 +71,7 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
   const auto keep = [&](int slot) {
     const int row = threadIdx.x;
     if (row >= columns) return;
-    rows_of_chunk[slot * 2 * columns + row] = lse_in_units<kOptions>(next_lse);
+    rows_of_chunk[slot * 2 * columns + row] = exponent_lse<kOptions>(next_lse);
     rows_of_chunk[slot * 2 * columns + columns + row] = next_delta;
   };
 
@@ -115,7 +113,7 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
     if (more) {
       if (tiles.places > 1) load(next_h, next_query0, place ^ 1);
       fetch(next_h, next_query0);
-      if constexpr (sizeof(T) == 4) keep(slot ^ 1);  // at once: no registers are left
+      if constexpr (sizeof(T) == 4) keep(slot ^ 1);  // at once: no registers left
     }
     const AttentionHead head = kOptions ? head_of(call, s, h) : AttentionHead{nullptr, 0};
 #pragma unroll 1
@@ -130,7 +128,7 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
       if constexpr (kKeys) add_scores<T, kDim>(grad, value, warp_row, grad_out, c, DV, call.tf32, lane);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        if constexpr (kOptions && sizeof(T) == 4) __syncwarp();  // keeps the blocks apart, whose masks take registers
+        if constexpr (kOptions && sizeof(T) == 4) __syncwarp();  // separates n's iterations: masks take registers
         const float2 row_lse = *reinterpret_cast<const float2*>(lse + c + 8 * n + 2 * q);
         const float2 row_delta = *reinterpret_cast<const float2*>(delta + c + 8 * n + 2 * q);
 #pragma unroll
@@ -174,8 +172,8 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
     }
   }
 
-  // Keys that the lengths hide get 0, whatever their zeros gave.
-  const AttentionPlace to = place_of(call, s);  // once more: no registers are kept for it
+  // Keys that the lengths hide get 0, whatever their sums are.
+  const AttentionPlace to = place_of(call, s);  // recomputed: saves registers
   if constexpr (kKeys) {
     store_rows<T, kDim, M>(p.grad_key, to.batch, hk, to.key_row, j0, to.key_rows, to.keys, D, key_sums, call.scale,
                            lane);

@@ -1,15 +1,13 @@
-// The gradient of an additive mask that sequences or heads share: sum of dz over those who do. A block owns a tile of
-// the mask and walks the sharers in order, recomputing two products each: nothing is added to memory.
+// The gradient of an additive mask that sequences or heads share: the sum of dz over the sharers. A block owns a tile
+// of the mask and walks the sharers in order, recomputing two products each. No two blocks add to the same memory.
 //
-// kMaskRows x kMaskRows scores for eight warps, 16 x 32 each. The products go in slices of 64 columns of the head dim
-// through a ring of two places, so one instance serves every head dim: S in the slices of D, dP in those of Dv. 48
-// registers of sums (S, dP and the mask's gradient).
+// Eight warps have kMaskRows x kMaskRows scores, 16 x 32 each. The products go through a ring of two slots in slices of
+// 64 columns of the head dim, so one instance serves every head dim: S in the slices of D, dP in those of Dv. 48
+// registers of accumulators (S, dP and the mask's gradient).
 //
-// The walk. A tile of the mask that a sharer sees costs the same wherever it is, one that none sees only its zeros.
-// Under a causal mask the last queries have most of the first kind: rows of tiles go from there, the keys of a row one
-// after the other, which share queries. One mask of 8192 x 8192 is 16384 tiles, 124 rounds on 132 multiprocessors, and
-// the busiest block has 1.01 times its share; of 2048 x 2048 8 rounds and 1.00, but on 108 multiprocessors 1.58, where
-// a plain grid has 1.05: rows and rounds of about one length let the same blocks meet the same keys.
+// A tile costs the same for every sharer that sees it, and only zeros if none does. Under a causal mask the last
+// queries have most visible tiles: rows of tiles start from there, and the tiles of a row, which share queries, are
+// adjacent. NOTES.md has the balance.
 #pragma once
 
 #include "backward.cuh"
@@ -22,7 +20,8 @@ constexpr int kMaskRows = 64, kMaskSlice = 64;
 template <class T>
 constexpr int kMaskBytes = 2 * 2 * Tile<T, kMaskSlice>::bytes(kMaskRows);
 
-// tile.sequence: whose mask, of sequences and heads; tile.head: the block of keys; tile.block: that of queries.
+// tile.sequence: index of the mask, over its sequences and heads; tile.head: block of keys; tile.block: block of
+// queries.
 template <class T>
 SK_DEVICE void grad_mask_tile(const AttentionBackwardCuda& p, const AttentionTile& tile, unsigned char* memory) {
   constexpr int N = 4, kTile = Tile<T, kMaskSlice>::bytes(kMaskRows);
@@ -57,7 +56,7 @@ SK_DEVICE void grad_mask_tile(const AttentionBackwardCuda& p, const AttentionTil
                                at.keys - key0, width, call.vectors);
       cp_async_commit();
     };
-    __syncthreads();  // the last sharer's tiles have been read
+    __syncthreads();  // the previous sharer's tiles have been read
     load(0, 0);
     float score[1][N][4], grad[1][N][4];
     clear(score);
@@ -83,7 +82,7 @@ SK_DEVICE void grad_mask_tile(const AttentionBackwardCuda& p, const AttentionTil
     for (int m = 0; m < 2; ++m) {
       const int r = row + 8 * m + g;
       const bool there = query0 + r < at.queries;
-      lse[m] = lse_in_units<true>(there ? p.lse[number0 + r] : -INFINITY);
+      lse[m] = exponent_lse<true>(there ? p.lse[number0 + r] : -INFINITY);
       delta[m] = there ? p.delta[number0 + r] : 0;
     }
 #pragma unroll

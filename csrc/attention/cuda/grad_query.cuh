@@ -1,26 +1,17 @@
-// dQ, and what else a row of scores adds up to: the pass that owns queries.
+// dQ, and everything else that is a sum over a row of scores: the kernel that owns queries.
 //
-//    delta_i = do_i.o_i - dlse_i (0 where lse is -inf; kept for the other passes)
-//    dp_ij = r_ij do_i.v_j    dz_ij = p_ij (dp_ij - delta_i)    dq_i = scale sum_j dz_ij (1 - bent_ij^2) k_j
-//    ddistance_i = sum_j dz_ij |i + diag - j|                   dmask_ij = dz_ij, of a mask that nobody shares
+//     delta_i = do_i.o_i - dlse_i (0 where lse is -inf; stored for the other kernels)
+//     dp_ij = r_ij do_i.v_j    dz_ij = p_ij (dp_ij - delta_i)    dq_i = scale sum_j dz_ij (1 - bent_ij^2) k_j
+//     ddistance_i = sum_j dz_ij |i + diag - j|                   dmask_ij = dz_ij, of a mask that is not shared
 //
-// Q and dO of the block's queries lie in shared memory, K and V come through the ring. Three products of
-// rows x keys x head dim; 2 (2 D + Dv) FLOP a visible pair.
+// Q and dO of the block's queries stay in shared memory; K and V come through the ring. Three products of rows x keys x
+// head dim; 2 (2 D + Dv) FLOP a visible pair.
 //
 // Registers: dQ takes kDim / 2 a thread for each 16 rows of a warp, S and dP kStep / 2 each. Two tiles of 16 rows a
-// warp halve what it reads of K and V per product, and shared memory is what limits mma.sync here: so for plain calls
-// up to head dim 128. At 256 dQ alone takes 128 registers, and the options' numbers (masks have 64-bit strides) leave
-// no room for a second tile either.
-//
-// What was tried, judged by ptxas (no speed has been measured): 32 keys a step with two tiles at head dim 128 spilled
-// 128 bytes, 16 none; 32 with options at head dim 256 spilled 72; float32 at 256 spilled 32 as long as the sequence's
-// place was kept for the results, and 32 on sm_80 as long as the compiler could compute what depends on a thread's or a
-// row's number ahead of the loops: `unknown` forbids it.
-//
-// The walk. A tile is 128 queries (64 or 32 where memory is short), of one or two blocks of threads on a
-// multiprocessor. A batch of 16384 tokens with 2048 / D heads, plain, on 132 multiprocessors: 15.5 rounds of tiles at D
-// 64, 7.8 at 128 and 256; under a causal mask a tile has from 1 / 64 of the longest one's chunks to all of them at 8192
-// rows.
+// warp halve the reads of K and V per product, and shared memory is what limits mma.sync here; so plain calls up to
+// head dim 128 have two. At 256 dQ alone takes 128 registers, and options (masks have 64-bit strides) leave no room for
+// a second tile either. A tile is 128 queries (64 or 32 where memory is short); one or two thread blocks fit a
+// multiprocessor. NOTES.md has what was tried, and the number of rounds.
 #pragma once
 
 #include "backward.cuh"
@@ -31,11 +22,11 @@ namespace attention_grad {
 
 template <class T, int kDim, bool kOptions>
 constexpr int kQueryTiles = sizeof(T) == 2 && !kOptions && kDim <= 128 ? 2 : 1;
-// Keys that a warp takes at once: 32 where registers allow it.
+// Keys that a warp takes in a step: 32 where registers allow it.
 template <class T, int kDim, bool kOptions>
 constexpr int kQueryStep = sizeof(T) == 4 || (kOptions ? kDim > 128 : kDim == 128) ? 16 : 32;
 
-// rowsum(dO * O) of two rows' worth of pointers: the row of a quad of lanes, which share its columns.
+// rowsum(dO * O) of one row, computed by the four lanes that share it.
 template <class T>
 SK_DEVICE float row_product(const T* a, const T* b, int columns, bool vectors, int q) {
   constexpr int kChunk = 16 / sizeof(T);
@@ -76,7 +67,7 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
   unsigned char *query = memory, *grad_out = query + block_rows * kRow, *ring = grad_out + block_rows * kRow;
   const auto load = [&](int key0, int slot) {
     unsigned char* to = ring + slot * 2 * columns * kRow;
-    const AttentionPlace from = kOptions && kDim > 128 ? place_of(call, s) : at;  // no registers are kept for it
+    const AttentionPlace from = kOptions && kDim > 128 ? place_of(call, s) : at;  // recomputed: saves registers
     const int left = at.keys - key0;
     load_rows<T, kDim>(to, columns, call.key.at<T>(from.batch, hk, from.key_row + key0), call.key.row, left, D,
                        call.vectors);
@@ -100,7 +91,7 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
   for (int m = 0; m < 2 * M; ++m) {
     const int row = warp_row + 8 * m + g;
     const bool there = query0 + row < at.queries;
-    const int from = there ? row : 0;  // every lane reaches the shuffles
+    const int from = there ? row : 0;  // every lane must reach the shuffles
     float sum = 0;
     if (query0 < at.queries) {
       sum = row_product(p.grad_out.at<T>(at.batch, h, row0 + from), p.out.at<T>(at.batch, h, row0 + from), DV,
@@ -108,9 +99,9 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
     }
     lse[m] = there ? p.lse[number0 + row] : -INFINITY;
     if (there && p.grad_lse != nullptr) sum -= p.grad_lse[number0 + row];
-    delta[m] = lse[m] == -INFINITY ? 0 : sum;  // whatever the gradient of an lse of -inf is, it goes nowhere
+    delta[m] = lse[m] == -INFINITY ? 0 : sum;  // the gradient of an lse of -inf has no effect
     if (there && q == 0) p.delta[number0 + row] = delta[m];
-    lse[m] = lse_in_units<kOptions>(lse[m]);
+    lse[m] = exponent_lse<kOptions>(lse[m]);
     distance[m] = 0;
   }
 
@@ -152,7 +143,7 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
       for (int m = 0; m < M; ++m) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          if constexpr (kOptions && kDim > 128) __syncwarp();  // keeps the blocks apart, whose masks take registers
+          if constexpr (kOptions && kDim > 128) __syncwarp();  // separates n's iterations: masks take registers
           uint32_t words[4];
           if constexpr (kOptions) {
             if (call.seed != nullptr)
@@ -171,7 +162,7 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
             float dz = probable * (grad_p - delta[r]);
             if constexpr (kOptions) {
               if (p.grad_distance != nullptr) distance[r] += dz * static_cast<float>(abs(i + at.diagonal - j));
-              // + 0: what nobody sees is 0 and not -0, whether its chunk was visited or not
+              // + 0: hidden pairs get 0 and not -0, whether their chunk was visited or not.
               if (writes && i < call.max_queries && j < call.max_keys)
                 store_mask(p.grad_mask, call.mask_type, mask_row(i) + j, dz + 0.0f);
               dz *= 1 - bent * bent;
@@ -184,7 +175,7 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
     }
   }
 
-  const AttentionPlace to = place_of(call, s);  // once more: no registers are kept for it
+  const AttentionPlace to = place_of(call, s);  // recomputed: saves registers
   store_rows<T, kDim, M>(p.grad_query, to.batch, h, to.query_row, query0 + warp_row, to.queries, to.queries, D, sums,
                          call.scale, lane);
   if constexpr (kOptions) {
@@ -197,7 +188,7 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
         if (q == 0 && query0 + row < to.queries) p.grad_distance[row_number(call, to, h, query0 + row)] = distance[m];
       }
     }
-    if (own_mask) {  // what no chunk reached
+    if (own_mask) {  // columns that no chunk reached
       const AttentionRange seen = key_range(to, query0, block_rows, columns);
       const int begin = seen.first, end = begin < seen.last ? ceil_div(seen.last, columns) * columns : begin;
       const int hidden = begin + max(0, call.max_keys - end), rows = min(block_rows, call.max_queries - query0);

@@ -1,5 +1,5 @@
-// What the host side of the attention ops hands to the launchers of its CUDA C++ kernels. A launcher stands in the file
-// of its kernel.
+// What the host side of the attention ops passes to the launchers of its CUDA C++ kernels. A launcher is in its
+// kernel's file.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace seqkern {
 
-// What every launcher gets: the op's name for errors, the element type, a tensor on the device, the stream.
+// Common to all launchers: the op's name for errors, the dtype, a tensor on the device, the stream.
 struct AttentionCall {
   const char* op;
   Dtype dtype;
@@ -31,18 +31,17 @@ struct AttentionBackwardCuda {
   AttentionResult grad_query, grad_key, grad_value;
   float* grad_distance;            // (batch, heads, query_rows), or null
   void* grad_mask;                 // contiguous, in the mask's dtype, or null
-  int mask_sequences, mask_heads;  // its sizes: the number of sequences or 1, the number of heads or 1
+  int mask_sequences, mask_heads;  // its sizes: number of sequences or 1, number of heads or 1
 };
 
 void launch_attention_forward(const AttentionCall& call, const AttentionForwardCuda& forward);
 void launch_attention_backward(const AttentionCall& call, const AttentionBackwardCuda& backward);
 
-// For `explain`: which tiles they would take, where nothing but the band concerns the scores; those of the backward
-// pass on the device of `like`.
+// For `explain`: the tiles of a call without options on the scores; of the backward pass, on the device of `like`.
 std::string attention_forward_tiles(Dtype dtype, int dim);
 std::string attention_backward_tiles(const Tensor& like, Dtype dtype, int dim);
 
-// For Hopper: whether its kernels serve a call, and the launch.
+// Hopper: whether its kernels serve a call, and the launch.
 bool hopper_serves_forward(const AttentionCall& call, const AttentionForwardCuda& forward);
 void launch_attention_forward_hopper(const AttentionCall& call, const AttentionForwardCuda& forward);
 bool hopper_serves_backward(const AttentionCall& call, const AttentionBackwardCuda& backward);

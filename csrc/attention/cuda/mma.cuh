@@ -1,19 +1,19 @@
-// Tiles in shared memory, and products of them by a warp with mma.sync: bfloat16, float16 and float32.
+// Tiles in shared memory, and their products by a warp with mma.sync: bfloat16, float16 and float32.
 //
-// A tile's rows hold kDim elements in chunks of 16 bytes, chunk c of row r at place c ^ (r % 8): the eight rows that
-// one ldmatrix reads lie in different banks. ldmatrix knows 16-bit elements, but a row of four float32 is to it a row
-// of eight halves: lane l receives element l % 4 of row l / 4, which is what a tf32 product wants. Only its transposed
-// form has no such twin: there float32 is read element by element.
+// A tile's rows hold kDim elements in chunks of 16 bytes, chunk c of row r at position c ^ (r % 8): the eight rows that
+// one ldmatrix reads lie in different banks. ldmatrix knows 16-bit elements only, but a row of four float32 is to it a
+// row of eight halves: lane l receives element l % 4 of row l / 4, as a tf32 product needs. Transposed loads have no
+// such equivalent; there float32 is read element by element.
 //
-// float32 by tensor cores: x = hi + lo with both in tf32, and a b = a_hi b_lo + a_lo b_hi + a_hi b_hi, small terms
-// first, leaves out a_lo b_lo, some 2^-22 of the product (3xTF32: Ootomo & Yokota 2022). Tensor cores cut off what does
-// not fit their sums (Fasi et al. 2021), always towards zero, which in a long sum would show: so every product begins
-// at zero, its three parts one after the other, and is added to the sum by ordinary additions. Scores that become
-// operands go from the accumulator's layout to the operand's without a shuffle: the order of the summed index is free,
-// so lane q's accumulator columns 2q and 2q + 1 take the places q and q + 4, and the other operand's rows follow.
+// float32 on tensor cores (3xTF32: Ootomo & Yokota 2022): x = hi + lo with both in tf32, and a b = a_hi b_lo + a_lo
+// b_hi + a_hi b_hi, small terms first. a_lo b_lo is left out, some 2^-22 of the product. Tensor cores truncate what
+// does not fit their accumulators (Fasi et al. 2021), always towards zero, which would show in a long sum. So every
+// product starts at zero, with its three parts in sequence, and is added to the sum by ordinary additions. Scores
+// become operands without a shuffle: the order of the summed index is free, so lane q's accumulator columns 2q and 2q +
+// 1 take positions q and q + 4, and the other operand's rows follow.
 //
-// A float32 number that no finite tf32 number stands for, infinity or one above 3.402e38, has no rest: what it is
-// multiplied by becomes NaN, where the equations may have infinity.
+// A float32 number that no finite tf32 number represents (infinity, or above 3.402e38) has no lo part: its products
+// become NaN, where the equations may give infinity.
 #pragma once
 
 #include "common/cuda/device.cuh"
@@ -23,7 +23,7 @@ namespace attention_mma {
 
 template <class T>
 struct Operand {                     // 16 bits
-  static constexpr int kDepth = 16;  // of one product
+  static constexpr int kDepth = 16;  // depth of one product
 };
 template <>
 struct Operand<float> {
@@ -32,7 +32,7 @@ struct Operand<float> {
 
 template <class T, int kDim>
 struct Tile {
-  static constexpr int kChunk = 16 / sizeof(T);  // elements
+  static constexpr int kChunk = 16 / sizeof(T);  // in elements
   static constexpr int kChunks = kDim / kChunk;
   static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(T));
   static_assert(kChunks % 8 == 0, "rows of 128 bytes at least");
@@ -43,26 +43,27 @@ struct Tile {
     return reinterpret_cast<T*>(tile + offset(row, column / kChunk)) + column % kChunk;
   }
 
-  // ---- operands: `depth` is the place in the summed index, a multiple of Operand<T>::kDepth; rows and columns count
-  // from multiples of 8 ----------------------------------------------------------------------------------------------
+  // ---- operands ----------------------------------------------------------------------------------------------------
 
-  // Where chunk `chunk` + `odd` of a row lies, for an even chunk, odd 0 or 1, and a row whose place among eight is
-  // `low`. Chunks that the compiler knows become one exclusive or of what depends on the lane, shared by all rows, and
-  // the load's own offset.
+  // `depth` is the position in the summed index, a multiple of Operand<T>::kDepth. Rows and columns start at multiples
+  // of 8.
+
+  // Offset of chunk `chunk` + `odd` of a row, for an even chunk, odd 0 or 1, and low = row % 8. With compile-time
+  // chunks it is an exclusive or with a lane's value, shared by all rows, plus the load's immediate offset.
   static SK_DEVICE int place(int row, int low, int chunk, int odd) {
     return row * kRowBytes + chunk / 8 * 128 + ((low ^ odd) ^ (chunk % 8)) * 16;
   }
 
-  // A of rows [row, row + 16), the summed index along the tile's rows.
+  // A: rows [row, row + 16), with the summed index along the tile's rows.
   static SK_DEVICE void a(uint32_t (&r)[4], const unsigned char* tile, int row, int depth, int lane) {
     ldmatrix_x4(r, tile + place(row + lane % 16, lane % 8, depth / kChunk, lane / 16));
   }
-  // B of columns [column, column + 16), each a row of the tile: r[0], r[1] the first eight, r[2], r[3] the others.
+  // B: columns [column, column + 16), each a row of the tile. r[0], r[1] hold the first eight, r[2], r[3] the others.
   static SK_DEVICE void b_rows(uint32_t (&r)[4], const unsigned char* tile, int column, int depth, int lane) {
     ldmatrix_x4(r, tile + place(column + lane % 8 + lane / 16 * 8, lane % 8, depth / kChunk, lane / 8 % 2));
   }
-  // B of columns [column, column + 16), which are columns of the tile: the summed index goes down the rows from
-  // `depth`. Of float32 in the order that `a_of_sums` gives the other operand.
+  // B: columns [column, column + 16) of the tile; the summed index runs down its rows from `depth`. For float32 in the
+  // order that `a_of_sums` gives the other operand.
   static SK_DEVICE void b_columns(uint32_t (&r)[4], const unsigned char* tile, int column, int depth, int lane) {
     if constexpr (sizeof(T) == 2) {
       ldmatrix_x4_trans(r, tile + place(depth + lane % 16, lane % 8, column / kChunk, lane / 16));
@@ -77,8 +78,8 @@ struct Tile {
   }
 };
 
-// A matrix into a tile of `tile_rows` rows, where it cannot be copied in units of 16 bytes: `rows` x `columns` of it
-// are there, the rest is 0 up to column `used`, and what lies behind stays as it is.
+// Copies a matrix that has no 16-byte alignment into a tile of `tile_rows` rows. `rows` x `columns` of it exist; the
+// rest becomes 0 up to column `used`; later columns are not written.
 template <class T, int kDim>
 SK_DEVICE void load_elements(unsigned char* tile, int tile_rows, const T* from, int64_t stride, int rows, int columns,
                              int used, int thread, int threads) {
@@ -104,8 +105,8 @@ SK_DEVICE void clear(float (&sums)[M][N][4]) {
   }
 }
 
-// The operand A of 16 rows and kDepth columns from accumulators: of 16 bits from two blocks of 16 x 8, of float32 from
-// one (`right` is not looked at).
+// Operand A of 16 rows and kDepth columns, made from accumulators: for 16 bits from two blocks of 16 x 8, for float32
+// from one (`right` is ignored).
 template <class T>
 SK_DEVICE void a_of_sums(uint32_t (&r)[4], const float (&left)[4], const float (&right)[4]) {
   if constexpr (sizeof(T) == 2) {
@@ -125,7 +126,7 @@ SK_DEVICE uint32_t tf32_rest(uint32_t x, uint32_t high) {
   return to_tf32(device_bits<float>(x) - device_bits<float>(high));
 }
 
-// An operand A, taken apart once where float32 needs it.
+// An operand A; float32 is split into hi and lo once.
 template <class T>
 struct A {
   uint32_t all[4];
@@ -145,7 +146,7 @@ struct A<float> {
   }
 };
 
-// left (16 x 8), right (16 x 8) += a b, with b of 16 columns as Tile gives it. tf32 concerns float32 only.
+// left (16 x 8), right (16 x 8) += a b, with b of 16 columns as Tile returns it. tf32 matters for float32 only.
 template <class T>
 SK_DEVICE void multiply(float (&left)[4], float (&right)[4], const A<T>& a, const uint32_t (&b)[4], bool tf32) {
   if constexpr (sizeof(T) == 2) {

@@ -1,9 +1,9 @@
-// What the device code of every op is written in: short names for the instructions that CUDA C++ has no function for,
-// 16-bit numbers, and the few lines of arithmetic that all need. Torch-free.
+// What the device code of every op is written in: short names for instructions that CUDA C++ has no function for,
+// 16-bit numbers, and common arithmetic. Torch-free.
 //
-// The same sources run without a GPU: tests/simt/simt.h gives CUDA's own names (threadIdx, __syncthreads, __shfl_sync
-// ...) and everything that stands under "instructions" here a meaning on the host. What a kernel may use is therefore
-// exactly what is declared in this file, and CUDA's names that simt.h lists; shared memory is dynamic (SK_SHARED).
+// The same sources run without a GPU. tests/simt/simt.h gives CUDA's own names (threadIdx, __syncthreads, __shfl_sync
+// ...), and everything under "instructions" below, a meaning on the host. A kernel may therefore use only what this
+// file declares and the CUDA names that simt.h lists. Shared memory is dynamic (SK_SHARED).
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ SK_DEVICE double widen(double x) { return x; }
 SK_DEVICE float widen(float x) { return x; }
 SK_DEVICE float widen(BFloat16 x) { return device_bits<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// To nearest even, as torch rounds.
+// Rounds to nearest even, as torch does.
 template <class T>
 struct Narrow;
 template <>
@@ -70,28 +70,28 @@ struct Narrow<Half> {
   }
 };
 
-// 1 / x to the last place, of numbers that are neither tiny nor huge; 0 for infinity.
+// 1 / x, correct to the last place for numbers neither tiny nor huge; 0 for infinity.
 SK_DEVICE float reciprocal(float x) {
   float y;
   asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 2^x to the last two places; what would be below 2^-126 is 0.
+// 2^x, correct to the last two places; results below 2^-126 are 0.
 SK_DEVICE float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// x, about which the compiler knows nothing: what is made of it is computed where it is used, and not kept in registers
-// through a loop around that place.
+// x, hidden from the optimiser: what depends on it is recomputed where it is used, instead of being kept in registers
+// across the surrounding loop.
 SK_DEVICE int unknown(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Two numbers of 16 bits in a word, the first in the low half.
+// Two 16-bit numbers in a word, the first in the low half.
 template <class T>
 SK_DEVICE uint32_t narrow_pair(float first, float second);
 template <>
@@ -109,7 +109,7 @@ SK_DEVICE uint32_t narrow_pair<Half>(float first, float second) {
 
 // ---- instructions --------------------------------------------------------------------------------------------------
 
-// a b, rounded: never one half of a multiply-add.
+// a b, rounded: never contracted into a multiply-add.
 SK_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 SK_DEVICE double product(double a, double b) { return __dmul_rn(a, b); }
 
@@ -118,13 +118,13 @@ SK_DEVICE double product(double a, double b) { return __dmul_rn(a, b); }
 
 SK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes from global to shared memory, without a register in between: they are there for this thread after
-// cp_async_wait, for others after a barrier behind that. Only the first `bytes` are read, the rest becomes 0.
+// Copies 16 bytes from global to shared memory asynchronously, past the registers. This thread sees them after
+// cp_async_wait, other threads after a barrier that follows it. Reads only the first `bytes`; the rest becomes 0.
 SK_DEVICE void cp_async_16(void* shared, const void* global, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                : "memory");
 }
-// The same of 16 bytes that are there or not: then 0, and nothing is read. A sixth of the other's instructions.
+// Copies 16 bytes, or writes zeros without reading if not `there`. A sixth of cp_async_16's instructions.
 SK_DEVICE void cp_async_16_if(void* shared, const void* global, bool there) {
   asm volatile(
       "{\n .reg .pred absent;\n setp.eq.u32 absent, %2, 0;\n"
@@ -132,16 +132,17 @@ SK_DEVICE void cp_async_16_if(void* shared, const void* global, bool there) {
       "l"(global), "r"(static_cast<uint32_t>(there))
       : "memory");
 }
-// Closes the group of what was asked for since the last one.
+// Closes the group of this thread's copies since the last commit.
 SK_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most N groups are open.
+// Waits until at most N groups are pending.
 template <int N>
 SK_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// 8 x 8 matrices of 16-bit elements, rows of 16 bytes: lane l of the warp names row l % 8 of matrix l / 8, and receives
-// of each matrix the elements 2 (l % 4) and the next of row l / 4 (transposed: of column l / 4).
+// Loads four 8 x 8 matrices of 16-bit elements, rows of 16 bytes. Lane l of the warp gives the address of row l % 8 of
+// matrix l / 8. It receives, of each matrix, elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 (transposed: of column l
+// / 4).
 SK_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -167,10 +168,10 @@ SK_DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], const void* shared_row) {
                : "memory");
 }
 
-// d (16 x 8) += a (16 x 16) b (16 x 8), 16-bit operands, float sums, by a warp. With g = lane / 4 and q = lane % 4:
-// a[0] holds elements (g, 2q) and (g, 2q + 1), a[1] those of row g + 8, a[2] and a[3] the same of columns + 8;
-// b[0] elements (2q, g) and (2q + 1, g), b[1] those of rows + 8; d[0], d[1] are (g, 2q), (g, 2q + 1), d[2], d[3] row g
-// + 8.
+// d (16 x 8) += a (16 x 16) b (16 x 8) by a warp: 16-bit operands, float accumulators. With g = lane / 4, q = lane % 4:
+//     a[0]   (g, 2q), (g, 2q + 1)     a[1] the same of row g + 8     a[2], a[3] the same of columns + 8
+//     b[0]   (2q, g), (2q + 1, g)     b[1] the same of rows + 8
+//     d[0], d[1] are (g, 2q), (g, 2q + 1)     d[2], d[3] the same of row g + 8
 template <class T>
 SK_DEVICE void mma_16816(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 template <>
@@ -187,7 +188,7 @@ SK_DEVICE void mma_16816<Half>(float (&d)[4], const uint32_t (&a)[4], const uint
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// d (16 x 8) += a (16 x 8) b (8 x 8) of tf32 (`to_tf32`): a[0] is (g, q), a[1] (g + 8, q), a[2] (g, q + 4),
+// d (16 x 8) += a (16 x 8) b (8 x 8) of tf32 numbers (`to_tf32`): a[0] is (g, q), a[1] (g + 8, q), a[2] (g, q + 4),
 // a[3] (g + 8, q + 4); b[0] is (q, g), b[1] (q + 4, g).
 SK_DEVICE void mma_1688_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -201,7 +202,7 @@ SK_DEVICE uint32_t to_tf32(float x) {
   return y;
 }
 
-// Words that other blocks write while this kernel runs. A loop that waits for one calls `pause` in every turn.
+// Words that other blocks write while this kernel runs. A loop that polls one calls `pause` in every iteration.
 SK_DEVICE uint32_t load_acquire(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -215,9 +216,9 @@ SK_DEVICE uint32_t add_release(uint32_t* p, uint32_t v) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
   return old;
 }
-// 16 bytes that other blocks write or read, asked for in one piece. Nobody counts on more than that each half comes in
-// one: both tell what they belong to. A vector of four words promises that of each word only. Relaxed: what the writer
-// did before is not seen.
+// 16 bytes that other blocks write or read, in one access. Only each half of 8 bytes is relied on to arrive whole, so
+// both halves carry their own tag. (A vector access of four words guarantees only each word.) Relaxed: it does not make
+// the writer's earlier stores visible.
 SK_DEVICE uint4 load_fresh_16(const void* p) {
   uint64_t low, high;
   asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
@@ -234,8 +235,8 @@ SK_DEVICE void store_fresh_16(void* p, uint4 v) {
 }
 SK_DEVICE void pause() {}
 
-// Thread-block clusters, of compute capability 9.0 and later. Below that a cluster is one block: these functions then
-// must not be reached, or do nothing.
+// Thread block clusters, compute capability 9.0 and later. On older devices a cluster is one block, and these functions
+// do nothing or must not be reached.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 SK_DEVICE unsigned cluster_rank() {
   unsigned r;
@@ -247,10 +248,11 @@ SK_DEVICE unsigned cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
   return r;
 }
-// Thread by thread: `.aligned` would be for warps whose lanes are known to be together.
+// Not `.aligned`: that form requires all lanes of the warp to be converged.
 SK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 SK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// Where `p`, in this block's shared memory, lies in that of block `rank` of the cluster, for ordinary loads and stores.
+// The address, in the shared memory of block `rank` of the cluster, that corresponds to `p` here; for ordinary loads
+// and stores.
 template <class T>
 SK_DEVICE T* map_shared(T* p, unsigned rank) {
   uint64_t q;
@@ -258,22 +260,22 @@ SK_DEVICE T* map_shared(T* p, unsigned rank) {
   return reinterpret_cast<T*>(q);
 }
 
-// A barrier in shared memory that also counts bytes: a phase ends when all arrivals and all bytes expected are in.
+// A barrier in shared memory that also counts bytes: a phase ends when all expected arrivals and bytes are in.
 SK_DEVICE void mbarrier_init(uint64_t* barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-// Makes the initialisation visible to the cluster; a cluster barrier (or __syncthreads) has to follow.
+// Makes the initialisation visible to the cluster. A cluster barrier (or __syncthreads) must follow.
 SK_DEVICE void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 SK_DEVICE void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Arrives, and adds to the bytes that the current phase waits for.
+// Arrives, and adds `bytes` to what the current phase waits for.
 SK_DEVICE void mbarrier_arrive_expect(uint64_t* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// Arrives at the barrier of block `rank` that lies where `barrier` lies here. What this thread did before is visible
-// to who waits there.
+// Arrives at the corresponding barrier of block `rank`. This thread's earlier writes are visible to those who wait
+// there.
 SK_DEVICE void mbarrier_arrive_remote(uint64_t* barrier, unsigned rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -281,8 +283,8 @@ SK_DEVICE void mbarrier_arrive_remote(uint64_t* barrier, unsigned rank) {
       "r"(rank)
       : "memory");
 }
-// Whether the phase of that parity (0 first, then 1, 0 ...) has ended. What threads of this block, and TMA for it, did
-// before is seen then.
+// Whether the phase of that parity (0 first, then 1, 0 ...) has ended. Then the earlier writes of this block's threads,
+// and of TMA on its behalf, are visible.
 SK_DEVICE bool mbarrier_done(uint64_t* barrier, unsigned parity) {
   unsigned done;
   asm volatile(
@@ -293,8 +295,8 @@ SK_DEVICE bool mbarrier_done(uint64_t* barrier, unsigned parity) {
       : "memory");
   return done != 0;
 }
-// The same where other blocks of the cluster arrive or store: what they did is seen too. It empties the first-level
-// cache (CCTL.IVALL): what a loop around it reads of global memory should be in registers or shared memory.
+// The same when other blocks of the cluster arrive or store: their writes are visible too. It invalidates the L1 cache
+// (CCTL.IVALL), so a loop around it should keep what it reads of global memory in registers or shared memory.
 SK_DEVICE bool mbarrier_done_cluster(uint64_t* barrier, unsigned parity) {
   unsigned done;
   asm volatile(
@@ -305,8 +307,8 @@ SK_DEVICE bool mbarrier_done_cluster(uint64_t* barrier, unsigned parity) {
       : "memory");
   return done != 0;
 }
-// Writes 16 bytes into the shared memory of block `rank`, where `p` lies here, and counts them at its `barrier`. The
-// cluster has more than one block: of a single one PTX leaves open what happens.
+// Writes 16 bytes into the shared memory of block `rank`, at the address corresponding to `p`, and counts them at the
+// corresponding `barrier`. The cluster must have more than one block: PTX does not define the store for a single one.
 SK_DEVICE void store_async_16(void* p, uint64_t* barrier, unsigned rank, uint4 v) {
   asm volatile(
       "{\n .reg .b32 to, at;\n mapa.shared::cluster.u32 to, %0, %2;\n mapa.shared::cluster.u32 at, %1, %2;\n"
@@ -350,8 +352,8 @@ SK_DEVICE void mbarrier_wait_cluster(uint64_t* barrier, unsigned parity) {
 
 // ---- random numbers ------------------------------------------------------------------------------------------------
 
-// The four words of the counter (column / 4, row low, row high, 0) under the key `seed`: Philox4x32 of 7 rounds, the
-// same as csrc/common/philox.h. Element (row, column) takes word column % 4, and is kept when that is >= threshold.
+// The four words of the counter (column / 4, row low, row high, 0) under the key `seed`: Philox4x32 of 7 rounds, as in
+// csrc/common/philox.h. Element (row, column) takes word column % 4 and is kept if that is >= threshold.
 SK_DEVICE uint4 philox(uint64_t seed, int64_t row, int64_t column) {
   uint32_t c0 = static_cast<uint32_t>(column / 4), c1 = static_cast<uint32_t>(row);
   uint32_t c2 = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), c3 = 0;

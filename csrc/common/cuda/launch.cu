@@ -1,5 +1,5 @@
-// See launch.h. CUDA's runtime is linked statically, so its symbols are not torch's; streams and memory are: both
-// runtimes use the device's primary context.
+// See launch.h. CUDA's runtime is linked statically, so its symbols are not torch's. Streams and memory are shared
+// with torch's runtime: both use the device's primary context.
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -17,7 +17,7 @@ namespace {
 // torch's own macro needs a symbol of libtorch_cuda, which a CPU build of torch lacks.
 void check(cudaError_t error, const char* op) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // it has been reported: the next call starts clean
+  cudaGetLastError();  // already reported: clear it for the next call
   SK_CHECK(false, op, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
 }
 
@@ -27,8 +27,8 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-// A kernel's limits are state that all threads share: they are set once, to what the device has, and never lowered to
-// what one launch needs.
+// A kernel's limits are shared by all threads of the process: set once to what the device has, never lowered to what
+// one launch needs.
 void raise_limits(const char* op, const void* kernel, const LaunchShape& shape) {
   static std::mutex mutex;
   static std::set<std::tuple<const void*, int, bool>> raised;
@@ -105,7 +105,7 @@ void* current_stream(const Tensor& t) {
 
 namespace {
 
-// The driver's functions for the context of a thread, asked for by name: the library needs no libcuda to be loaded.
+// The driver's functions for a thread's context, found by name: loading the library does not need libcuda.
 struct Contexts {
   CUresult (*get)(CUcontext*) = nullptr;
   CUresult (*set)(CUcontext) = nullptr;
@@ -131,7 +131,7 @@ OnDevice::OnDevice(const Tensor& t) : changed_(false), previous_(nullptr) {
   int current = 0;
   check(cudaGetDevice(&current), "seqkern");
   if (current == t.get_device_index()) return;
-  CUcontext before = nullptr;  // and where the driver has not begun yet
+  CUcontext before = nullptr;  // stays null if the driver is not initialised yet
   if (contexts().get(&before) == CUDA_SUCCESS) previous_ = before;
   check(cudaSetDevice(t.get_device_index()), "seqkern");
   changed_ = true;
@@ -162,7 +162,7 @@ int resident_clusters(const char* op, const void* kernel, const LaunchShape& sha
   config.gridDim = dim3(static_cast<unsigned>(shape.cluster));  // whole clusters
   int clusters = 0;
   const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-  if (error == cudaErrorInvalidClusterSize) {  // the device has none of that size
+  if (error == cudaErrorInvalidClusterSize) {  // the device has no clusters of that size
     cudaGetLastError();
     return 0;
   }

@@ -1,33 +1,28 @@
-// Layer norm and RMS norm backward, in CUDA C++: the gradients of the residual, of the input behind the dropout, and
-// of weight and bias.
+// Layer norm and RMS norm backward, in CUDA C++: gradients of the residual, of the input before the dropout, of weight
+// and bias.
 //
-//   xhat = (s - mean) rstd     g = dy weight     ds = rstd (g - sum(g) / n - xhat sum(g xhat) / n) + what arrived at s
-//   dr = ds     dx = drop(ds), the same mask     dweight = sum over rows of dy xhat     dbias = sum over rows of dy
+//     xhat = (s - mean) rstd     g = dy weight     ds = rstd (g - sum(g) / n - xhat sum(g xhat) / n) + dsum
+//     dr = ds     dx = drop(ds), the same mask     dweight = sum over rows of dy xhat     dbias = sum over rows of dy
 //
-// without sum(g) for RMS norm. The stored mean is rounded; the row's own deviations d = s - mean give back what that
-// took away, and all three sums come at once: shift = sum(d) / n, sum(g), and sum(g xhat) = rstd (sum(g d) - shift
-// sum(g)). One barrier a row.
+// dsum is the gradient of the returned sum s. RMS norm has no sum(g). The stored mean is rounded; the deviations d = s
+// - mean recover its rounding error, and all three sums are taken at once: shift = sum(d) / n, sum(g), and sum(g xhat)
+// = rstd (sum(g d) - shift sum(g)). One barrier a row.
 //
-// The idea. A team (row.cuh) walks the rows of a part, a fixed range of them; the raw words of s and dy
-// stay in registers from the sums to the gradients, and so do the team's sums for weight and bias: 24 registers a unit
-// of 16-bit elements, 16 of fp32, 32 of fp64. A block has at most 256 threads, two blocks a multiprocessor: the grid
-// fills the GPU once and each block writes its sums once for at most 128 rows a team (longer sums in float lose
-// digits). A block has as many teams as its threads allow, each with a row at a time; their sums are first added in
-// order by shared memory (32 KB at the most). reduce_parts then adds the parts in order: no atomics, the same bits
-// every run.
+// The idea. A team (row.cuh) walks the rows of a part, a fixed range of rows. The raw words of s and dy
+// stay in registers from the sums to the gradients; so do the team's sums for weight and bias: 24 registers a vector of
+// 16-bit elements, 16 of fp32, 32 of fp64. A block has at most 256 threads, a multiprocessor two blocks: the grid fills
+// the GPU once, and a block writes its sums once for at most 128 rows a team (longer sums in float lose digits). A
+// block has as many teams as its threads allow, each with one row at a time. The sums of its teams are added in order
+// through shared memory (at most 32 KB); reduce_parts then adds the parts in order. No atomics: the same bits every
+// run.
 //
-// Rows beyond 8192 columns (4096 fp64) take a cluster, up to 16 times that. Longer ones, and rows that are not in units
-// of 16 bytes, are walked twice (backward_walk), and their sums for the parameters are a pass of their own
-// (backward_columns), by columns, with a thread of 8 for each unit.
+// Rows beyond 8192 columns (4096 fp64) take a cluster, up to 16 times that. Longer rows, and rows that are not in
+// vectors of 16 bytes, are read twice (backward_walk). Their sums for the parameters take a kernel of their own
+// (backward_columns), column by column: 8 threads for each vector.
 //
-// Bytes: s, dy (and what arrived at s) in, one or two gradients out: 3 to 5 times the matrix, 15 FLOP an element. The
-// parts are 8 bytes a column and block for each parameter, written and read: with 264 blocks and 4096 rows of bf16 a
-// sixth of the matrices' bytes, less with more rows.
-//
-// What was tried, judged by the compiler's register report for sm_90 (no GPU speed has been measured yet): random
-// numbers drawn where they are used, in the unrolled loop: 192 registers at 4 units of bf16, 168 where they are drawn
-// ahead, into one word of bits; two blocks a multiprocessor for all, so 128 registers: 4 units of 16 bits spill 56 to
-// 72 bytes, 6 and 8 of fp32 56 and 200. They get one block instead, and up to 232 registers.
+// Bytes: s, dy (and dsum) in, one or two gradients out: 3 to 5 times the matrix, 15 FLOP an element. The parts are 8
+// bytes a column and block for each parameter, written and read: with 264 blocks and 4096 rows of bf16 a sixth of the
+// matrices' bytes, less with more rows. Random bits are drawn ahead into one word. NOTES.md lists what was tried.
 #pragma once
 
 #include "row.cuh"
@@ -36,20 +31,21 @@ namespace seqkern {
 namespace norm_cuda {
 
 constexpr int kBackwardThreads = 256;
-constexpr int kColumnsThreads = 256;  // backward_columns: 32 units by 8 rows
+constexpr int kColumnsThreads = 256;  // backward_columns: 32 vectors by 8 rows
 constexpr int kReduceWidth = 32, kReduceRows = 16;
 
 struct Backward {
-  const void *grad_output, *grad_sum, *input, *mean, *rstd, *weight;  // null: no grad_sum, no weight; not centred
-  void *grad_residual, *grad_input, *shift;                           // grad_input: with dropout only; shift: walk only
-  void *weight_parts, *bias_parts;                                    // parts x columns; null: not needed
+  const void *grad_output, *grad_sum, *input, *mean, *rstd, *weight;  // null: absent; mean null: not centred
+  void *grad_residual, *grad_input, *shift;  // only with dropout: grad_input; only in backward_walk: shift
+  void *weight_parts, *bias_parts;           // parts x columns; null: not needed
   int64_t rows, columns, grad_output_stride, grad_sum_stride, input_stride, parts, rows_per_part;
   NormDropout dropout;
   bool weight_wide, aligned;
   int team_warps, blocks;  // warps of a block, blocks of a cluster
 };
 
-// Adds what arrived at the sum itself, and hands the total to the residual and through the dropout.
+// Adds the gradient of the returned sum, then stores the gradients of the residual and, through the dropout, of the
+// input.
 template <class T, class A>
 SK_DEVICE void store_gradients(const Backward& p, unsigned keep, int64_t row, int64_t column, int count, bool aligned,
                                A (&ds)[kElements<T>]) {
@@ -69,7 +65,7 @@ SK_DEVICE void store_gradients(const Backward& p, unsigned keep, int64_t row, in
   }
 }
 
-// dy weight, rounded the same wherever it is taken: one column alone then has a gradient of exactly zero.
+// g = dy weight, rounded the same way everywhere: a single column then has a gradient of exactly zero.
 template <class T, class A>
 SK_DEVICE void times_weight(const Backward& p, int64_t column, int count, bool aligned, const A (&dy)[kElements<T>],
                             A (&g)[kElements<T>]) {
@@ -83,8 +79,8 @@ SK_DEVICE void times_weight(const Backward& p, int64_t column, int count, bool a
   }
 }
 
-// Writes the block's sums of U units a thread as row `part`; the sums of its teams, where
-// it has several, are added in their order.
+// Writes the block's sums, U vectors a thread, as row `part`. If the block has several teams, their sums are added in
+// order.
 template <class T, int U, class A>
 SK_DEVICE void store_part(unsigned char* memory, const Backward& p, const Team<A>& team, int64_t part, void* parts,
                           const A (&sums)[U][kElements<T>]) {
@@ -113,7 +109,7 @@ SK_DEVICE void store_part(unsigned char* memory, const Backward& p, const Team<A
   }
 }
 
-// Rows that fit the registers of a team, U units a thread; everything is aligned.
+// Rows that fit the registers of a team, U vectors a thread; everything is aligned.
 template <class T, int U>
 __global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T) == 2 ? 96 : 64) ? 2 : 1)
     backward_rows(Backward p) {
@@ -130,26 +126,26 @@ __global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T
     A grad_weight[U][E] = {}, grad_bias[U][E] = {};
     const int64_t end = min((part + 1) * p.rows_per_part, p.rows);
     for (int64_t first_row = part * p.rows_per_part; first_row < end; first_row += team.per_block) {
-      const int64_t row = first_row + team.within;  // teams step together: a team without a row adds zeros
+      const int64_t row = first_row + team.within;  // teams advance together: a team without a row adds zeros
       const int columns = row < end ? static_cast<int>(p.columns) : 0;
       const T* x_row = static_cast<const T*>(p.input) + row * p.input_stride;
       const T* dy_row = static_cast<const T*>(p.grad_output) + row * p.grad_output_stride;
-      Unit<T> x_raw[U], dy_raw[U];
+      Vector<T> x_raw[U], dy_raw[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        x_raw[u] = load_unit(x_row + first + u * step, first + u * step < columns);
-        dy_raw[u] = load_unit(dy_row + first + u * step, first + u * step < columns);
+        x_raw[u] = load_vector(x_row + first + u * step, first + u * step < columns);
+        dy_raw[u] = load_vector(dy_row + first + u * step, first + u * step < columns);
       }
       const A mean = centred && row < end ? static_cast<const A*>(p.mean)[row] : A(0);
       const A rstd = row < end ? static_cast<const A*>(p.rstd)[row] : A(0);
-      const unsigned keep = kept_units<E, U>(p.dropout, seed, row, first, step);
+      const unsigned keep = kept_vectors<E, U>(p.dropout, seed, row, first, step);
       A sums[3] = {0, 0, 0};  // of d, g and g d
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         if (first + u * step >= columns) continue;
         A d[E], dy[E], g[E], gd[E];
-        widen_unit<T>(x_raw[u], d);
-        widen_unit<T>(dy_raw[u], dy);
+        widen_vector<T>(x_raw[u], d);
+        widen_vector<T>(dy_raw[u], dy);
         times_weight<T>(p, first + u * step, E, true, dy, g);
 #pragma unroll
         for (int i = 0; i < E; ++i) {
@@ -167,8 +163,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T
       for (int u = 0; u < U; ++u) {
         if (first + u * step >= columns) continue;
         A xhat[E], dy[E], g[E];
-        widen_unit<T>(x_raw[u], xhat);
-        widen_unit<T>(dy_raw[u], dy);
+        widen_vector<T>(x_raw[u], xhat);
+        widen_vector<T>(dy_raw[u], dy);
         times_weight<T>(p, first + u * step, E, true, dy, g);
 #pragma unroll
         for (int i = 0; i < E; ++i) {
@@ -186,7 +182,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T
   team.leave();
 }
 
-// Any row, read twice; keeps the row's shift for backward_columns.
+// Any row, read twice. Stores the row's shift for backward_columns.
 template <class T>
 __global__ void __launch_bounds__(kBackwardThreads) backward_walk(Backward p) {
   using A = acc_t<T>;
@@ -252,8 +248,8 @@ __global__ void __launch_bounds__(kBackwardThreads) backward_walk(Backward p) {
   }
 }
 
-// The sums for the parameters of rows that were walked: block (x, y) takes 32 units of columns and the rows of part y,
-// every 8th of them by a warp; the sums of the warps are added in their order.
+// Parameter sums of the rows of backward_walk. Block (x, y) takes 32 vectors of columns and the rows of part y, each
+// warp every 8th row. The sums of the warps are added in order.
 template <class T>
 __global__ void __launch_bounds__(kColumnsThreads) backward_columns(Backward p) {
   using A = acc_t<T>;
@@ -303,8 +299,8 @@ struct Reduction {
   int64_t parts, columns;
 };
 
-// The parts of 32 columns, added: every 16th by a thread, then the 16 sums in their order. Row 0 of the grid is for the
-// weight, row 1 for the bias.
+// Adds the parts of 32 columns: a thread every 16th part, then the 16 sums in order. Row 0 of the grid does the weight,
+// row 1 the bias.
 template <class A>
 __global__ void __launch_bounds__(kReduceWidth* kReduceRows) reduce_parts(Reduction p) {
   SK_SHARED(memory);

@@ -1,35 +1,31 @@
-// Layer norm and RMS norm forward, with the dropout and the residual addition before them, in CUDA C++.
+// Layer norm and RMS norm forward, with the dropout and residual addition before them, in CUDA C++.
 //
-// The equations are those of kernels/layer_norm.py: s = round(drop(x) + r), y = (s - mean) rstd weight + bias.
+// Equations (kernels/layer_norm.py): s = round(drop(x) + r), y = (s - mean) rstd weight + bias.
 //
-// The idea. A row is read once, 16 bytes at a time, and stays in registers: mean, deviations, variance and result come
-// from the same copy. Two sums over the team: s / n (of the quotient, so that it cannot overflow), then d and d^2 of
-// d = s - mean. The sum of d is what the rounding of the mean took away: at |mean| / std = 1e4 half a unit of a float
-// mean is 3e-4 of a std. var = sum(d^2) / n - shift^2 loses nothing, shift is a rounding error of the mean.
+// The idea. A row is read once, in vectors of 16 bytes, and stays in registers: mean, deviations, variance and output
+// come from the same copy. The team of threads that shares the row sums twice: first s / n (divided first, so that it
+// cannot overflow), then d and d^2 of the deviations d = s - mean. The sum of d recovers the rounding error of the
+// mean: at |mean| / std = 1e4 half a ulp of a float mean is 3e-4 of a std. shift = sum(d) / n is that error, so var =
+// sum(d^2) / n - shift^2 loses no digits.
 //
-// Exact n: a thread holds U units of a row (row.cuh), U from a list as fine as 1, 2, 3, 4 (6 and 8 of
-// float's smaller ones), and the number of threads is any multiple of a warp: 768 columns of bf16 are 3 units in each
-// lane of a warp, 1536 are 3 units in each of 64 threads, 5120 are 4 units in 160; nothing is empty. The list is in
-// layer_norm.cu, with the rule that picks from it.
+// Exact row sizes. A thread holds U vectors of a row (row.cuh), U from {1, 2, 3, 4}, for float also 6
+// and 8; a team is any number of warps. 768 columns of bf16 are 3 vectors in each lane of a warp, 1536 are 3 vectors in
+// each of 64 threads, 5120 are 4 vectors in each of 160: no lane is empty. layer_norm.cu chooses.
 //
-//   row                             team               read twice
-//   up to 1024 columns (512 fp64)   a warp of 4        no
-//   up to 8192 (4096 fp64)          a block            no
-//   up to 16 times that             a cluster, sm_90   no: each block holds a slice, sums by distributed shared memory
-//   beyond, or not in 16-byte units a warp or a block  yes: forward_walk, from the cache as far as that holds it
+//     row                                 team                read
+//     up to 1024 columns (512 fp64)       a warp, 4 a block   once
+//     up to 8192 (4096 fp64)              a block             once
+//     up to 16 times that                 a cluster, sm_90    once: a slice a block, sums by distributed shared memory
+//     longer, or not in 16-byte vectors   a warp or a block   twice: forward_walk, from the cache where it fits
 //
-// Registers: 8 floats a unit (4 of fp32), so 32 a thread at the most, and as many raw words again of 16-bit input and
-// residual while they are read. Shared memory: the totals of a team, under 2 KB. Bytes: the row in, the row out, and
-// with a residual two in and two out; 8 FLOP an element, so the floor is the copy of those bytes: 67 MB for 4096 x 4096
-// bf16, 14 us at 4.8 TB/s. Dropout adds 7 rounds of Philox for every 4 elements, about 25 integer operations an
-// element; they are drawn while the row is on its way and kept as one word of bits.
+// Registers: 8 floats a vector (4 in fp32), so at most 32 a thread, and while they are read as many raw words again of
+// 16-bit input and residual. Shared memory: a team's totals, under 2 KB. Bytes: the row in and out; with a residual two
+// in, two out. 8 FLOP an element, so the floor is the copy of those bytes: 67 MB for 4096 x 4096 bf16, 14 us at 4.8
+// TB/s. Dropout adds 7 rounds of Philox for every 4 elements, about 25 integer operations an element. The bits are
+// drawn while the loads are in flight, and kept in one word.
 //
-// What was tried, judged by the compiler's register report for sm_90 (no GPU speed has been measured yet): blocks of up
-// to 512 threads, two a multiprocessor, so 64 registers: 4 units spill 16 to 192 bytes; three blocks of 256, so 80: 4
-// units of fp16 spill 8, 6 of fp32 16.
-//
-// Squares that overflow (elements beyond 1e19) are taken once more of d 2^-80: rare, and a branch that the whole team
-// takes.
+// Squares that overflow (elements beyond 1e19) are taken again of d 2^-80: a rare branch, taken by the whole team.
+// NOTES.md lists what was tried.
 #pragma once
 
 #include "row.cuh"
@@ -38,8 +34,8 @@ namespace seqkern {
 namespace norm_cuda {
 
 constexpr int kForwardThreads = 256;
-// Blocks of so many threads that a multiprocessor holds at least: 80, 128 or 255 registers a thread, the fewest that
-// spill on no architecture.
+// Blocks that a multiprocessor must hold at least. They leave 80, 128 or 255 registers a thread: the fewest that spill
+// on no architecture.
 template <class T, int U>
 constexpr int kForwardBlocks = U <= 2 || kRowBytes<T, U> <= 48 ? 3 : (U <= 6 ? 2 : 1);
 
@@ -53,8 +49,8 @@ struct Forward {
   int team_warps, blocks;  // warps of a block, blocks of a cluster
 };
 
-// What is normalised, rounded as the sum of two tensors is. The select stands between the product and the sum, so that
-// they cannot become one multiply-add: two roundings.
+// The input of the norm, rounded as the sum of two tensors is. The select between product and sum keeps the compiler
+// from contracting them into a multiply-add, which would round once instead of twice.
 template <class T, class A>
 SK_DEVICE void add_residual(const Forward& p, unsigned keep, const A (&residual)[kElements<T>], A (&s)[kElements<T>]) {
   if (p.dropout.seed != nullptr) {
@@ -66,18 +62,18 @@ SK_DEVICE void add_residual(const Forward& p, unsigned keep, const A (&residual)
   for (int i = 0; i < kElements<T>; ++i) s[i] = widen(narrow<T>(s[i] + residual[i]));
 }
 
-constexpr float kLargeVariance = 3e38f;  // beyond: its squares may have overflowed
+constexpr float kLargeVariance = 3e38f;  // above: squares may have overflowed
 
-constexpr float kFit = 0x1p-80f;  // the squares of d kFit then cannot
+constexpr float kFit = 0x1p-80f;  // the squares of d kFit cannot overflow
 
-// Not fmax: NaN has to stay.
+// Not fmax, which would drop NaN.
 template <class A>
 SK_DEVICE A variance_of(A mean_square, A mean) {
   const A variance = mean_square - mean * mean;
   return variance < A(0) ? A(0) : variance;
 }
 template <class A>
-SK_DEVICE A rstd_of(A variance, A fit, A eps) {  // beside a variance so large eps is nothing; beside none it is all
+SK_DEVICE A rstd_of(A variance, A fit, A eps) {  // eps is lost beside a variance that needed `fit`, unless that is 0
   return fit == A(1) || variance == A(0) ? A(1) / root(variance + eps) : fit / root(variance);
 }
 
@@ -96,7 +92,7 @@ SK_DEVICE void affine(const Forward& p, int64_t column, int count, bool aligned,
   }
 }
 
-// Rows that fit the registers of a team, U units a thread; everything is aligned.
+// Rows that fit the registers of a team, U vectors a thread; everything is aligned.
 template <class T, int U>
 __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward_rows(Forward p) {
   using A = acc_t<T>;
@@ -110,30 +106,30 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward
 
   for (int64_t row = team.block * team.per_block + team.within; row < p.rows;
        row += team.block_count * team.per_block) {
-    A s[U][E];  // then deviations
+    A s[U][E];  // later the deviations
     {
       const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
-      Unit<T> raw[U];
+      Vector<T> raw[U];
 #pragma unroll
-      for (int u = 0; u < U; ++u) raw[u] = load_unit(x + first + u * step, first + u * step < columns);
+      for (int u = 0; u < U; ++u) raw[u] = load_vector(x + first + u * step, first + u * step < columns);
       if (p.residual != nullptr) {
         const T* r = static_cast<const T*>(p.residual) + row * p.residual_stride;
         T* sum = static_cast<T*>(p.sum) + row * p.columns;
-        Unit<T> other[U];
+        Vector<T> other[U];
 #pragma unroll
-        for (int u = 0; u < U; ++u) other[u] = load_unit(r + first + u * step, first + u * step < columns);
-        const unsigned keep = kept_units<E, U>(p.dropout, seed, row, first, step);
+        for (int u = 0; u < U; ++u) other[u] = load_vector(r + first + u * step, first + u * step < columns);
+        const unsigned keep = kept_vectors<E, U>(p.dropout, seed, row, first, step);
 #pragma unroll
         for (int u = 0; u < U; ++u) {
           A residual[E];
-          widen_unit<T>(raw[u], s[u]);
-          widen_unit<T>(other[u], residual);
+          widen_vector<T>(raw[u], s[u]);
+          widen_vector<T>(other[u], residual);
           add_residual<T>(p, keep >> (u * E), residual, s[u]);
-          if (first + u * step < columns) store_unit(sum + first + u * step, narrow_unit<T>(s[u]));
+          if (first + u * step < columns) store_vector(sum + first + u * step, narrow_vector<T>(s[u]));
         }
       } else {
 #pragma unroll
-        for (int u = 0; u < U; ++u) widen_unit<T>(raw[u], s[u]);
+        for (int u = 0; u < U; ++u) widen_vector<T>(raw[u], s[u]);
       }
     }
 
@@ -156,7 +152,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward
         for (int i = 0; i < E; ++i) s[u][i] = inside ? s[u][i] - mean : A(0);
       }
     }
-    A moments[2] = {0, 0};  // of the deviations: their sum, and that of their squares
+    A moments[2] = {0, 0};  // sums of the deviations and of their squares
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       A square[E];
@@ -183,7 +179,7 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward
       }
       team.sum(moments);
     }
-    // Divided: exact where all are equal. In units of 1 / fit.
+    // Divided, not times `inverse`: exact when all elements are equal. In multiples of 1 / fit.
     const A mean_d = centred ? moments[0] / n : A(0), shift = mean_d / fit;
     const A rstd = rstd_of(variance_of(moments[1] / n, mean_d), fit, static_cast<A>(p.eps));
     if (team.thread == 0) {
@@ -199,20 +195,20 @@ __global__ void __launch_bounds__(kForwardThreads, kForwardBlocks<T, U>) forward
 #pragma unroll
       for (int i = 0; i < E; ++i) s[u][i] = (s[u][i] - shift) * rstd;
       affine<T>(p, column, E, true, s[u]);
-      store_unit(y + column, narrow_unit<T>(s[u]));
+      store_vector(y + column, narrow_vector<T>(s[u]));
     }
   }
   team.leave();
 }
 
-// Any row: longer than the registers of a team, or not in units of 16 bytes. The mean is guessed from the row's first
-// columns, a unit a thread; one reading is enough when it lies within half a standard deviation of the mean, else it
-// is corrected and the row read again. A thread reads back only what it wrote itself.
+// Any row: longer than a team's registers, or not in vectors of 16 bytes. The mean is estimated from the row's first
+// columns, one vector a thread. If the estimate lies within half a standard deviation of the mean, one pass is enough;
+// otherwise it is corrected and the row read again. A thread reads back only what it wrote itself.
 template <class T>
 __global__ void __launch_bounds__(kForwardThreads, 4) forward_walk(Forward p) {
   using A = acc_t<T>;
   constexpr int E = kElements<T>;
-  constexpr int kFold = 16;  // units: no number is added to more than some tens of others on a level
+  constexpr int kFold = 16;  // vectors: limits how many numbers are added one after another at each level
   SK_SHARED(memory);
   Team<A> team(memory, p.team_warps, 1);
   const A n = static_cast<A>(p.columns);

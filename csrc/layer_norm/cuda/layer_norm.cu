@@ -1,5 +1,5 @@
-// Layer norm and RMS norm on CUDA, host side: checks, allocation, which kernel serves a row, registration. The meaning
-// of both ops is that of layer_norm.cpp.
+// Layer norm and RMS norm on CUDA, host side: checks, allocation, choice of kernel, registration. Both ops mean the
+// same as in layer_norm.cpp.
 #include <algorithm>
 #include <tuple>
 
@@ -19,14 +19,14 @@ using std::optional;
 
 // ---- which kernel --------------------------------------------------------------------------------------------------
 
-// The units that a thread may hold, largest first: these are the instances of forward_rows and backward_rows, the last
-// four for every dtype, the first two for float32 (whose units are half as wide).
-constexpr int kUnitCounts[] = {8, 6, 4, 3, 2, 1};
-constexpr int most_units(Dtype dtype) { return dtype == Dtype::f32 ? 8 : 4; }
+// Vectors that a thread may hold, largest first. These are the instances of forward_rows and backward_rows: the last
+// four for every dtype, the first two for float32 only, whose vectors are half as wide.
+constexpr int kVectorCounts[] = {8, 6, 4, 3, 2, 1};
+constexpr int most_vectors(Dtype dtype) { return dtype == Dtype::f32 ? 8 : 4; }
 
-constexpr int kWalkByWarp = 1024;  // columns up to which a row that is walked takes a warp
-constexpr int kForwardWarps = 4;   // of a block where each has its own row
-constexpr int kForwardWaves = 64;  // at most so many blocks a multiprocessor; they then loop over the rows
+constexpr int kWalkByWarp = 1024;  // longest row, in columns, that the two-pass kernels give to one warp
+constexpr int kForwardWarps = 4;   // warps of a block when each has a row of its own
+constexpr int kForwardWaves = 64;  // limit of blocks a multiprocessor; beyond it the blocks loop over the rows
 constexpr int kRowsPerTeam = 128;  // backward: longer sums in float32 would lose digits
 constexpr int64_t kMostPartsY = 65535;
 
@@ -35,38 +35,38 @@ int elements_of(Dtype dtype) { return dtype == Dtype::bf16 || dtype == Dtype::f1
 size_t acc_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
 
 struct Plan {
-  int units = 0;  // a thread holds; 0: the row is walked
+  int vectors = 0;  // vectors a thread holds; 0: the row is read twice
   int team_warps = 1;
-  int teams = 1;   // of a block
-  int blocks = 1;  // of a cluster
+  int teams = 1;   // a block
+  int blocks = 1;  // a cluster
   int threads() const { return 32 * team_warps * teams; }
 };
 
-// By the row alone, never by how many there are. `teams_of` tells how many teams of so many warps a block has, `fits`
-// whether a cluster of that shape fits the device.
+// Depends on the row alone, never on the number of rows. `teams_of` gives the teams of a block for a number of warps;
+// `fits` tells whether the device holds a cluster of that shape.
 template <class Teams, class Fits>
 Plan plan_of(Dtype dtype, int64_t columns, bool aligned, int most_threads, int most_blocks, const Teams& teams_of,
              const Fits& fits) {
-  const int64_t units = ceil_div(columns, elements_of(dtype));
-  const auto warps_of = [&](int64_t count) { return static_cast<int>(ceil_div(units, 32 * count)); };
+  const int64_t vectors = ceil_div(columns, elements_of(dtype));
+  const auto warps_of = [&](int64_t count) { return static_cast<int>(ceil_div(vectors, 32 * count)); };
   Plan plan;
   if (aligned && columns > 0) {
-    for (int count : kUnitCounts) {  // the fewest units that a warp can do with
-      if (count <= most_units(dtype) && warps_of(count) == 1) plan = {count, 1, teams_of(1)};
+    for (int count : kVectorCounts) {  // the fewest vectors a thread with which one warp is enough
+      if (count <= most_vectors(dtype) && warps_of(count) == 1) plan = {count, 1, teams_of(1)};
     }
-    if (plan.units > 0) return plan;
+    if (plan.vectors > 0) return plan;
     int64_t least = 0;
-    for (int count : kUnitCounts) {  // what leaves the fewest places empty, then the fewest threads
+    for (int count : kVectorCounts) {  // the fewest empty vectors, then the fewest threads
       const int warps = warps_of(count);
-      if (count > most_units(dtype) || 32 * warps > most_threads) continue;
-      if (plan.units == 0 || int64_t{warps} * count < least) {
+      if (count > most_vectors(dtype) || 32 * warps > most_threads) continue;
+      if (plan.vectors == 0 || int64_t{warps} * count < least) {
         plan = {count, warps, teams_of(warps)};
         least = int64_t{warps} * count;
       }
     }
-    if (plan.units > 0) return plan;
+    if (plan.vectors > 0) return plan;
     for (int blocks = 2; blocks <= most_blocks; blocks *= 2) {
-      const int count = most_units(dtype), warps = warps_of(int64_t{blocks} * count);
+      const int count = most_vectors(dtype), warps = warps_of(int64_t{blocks} * count);
       plan = {count, warps, 1, blocks};
       if (32 * warps <= most_threads && fits(plan)) return plan;
     }
@@ -76,8 +76,8 @@ Plan plan_of(Dtype dtype, int64_t columns, bool aligned, int most_threads, int m
 }
 
 template <class T, template <class, int> class Kernel, class F>
-void with_units(int units, const F& f) {
-  switch (units) {
+void with_vectors(int vectors, const F& f) {
+  switch (vectors) {
     case 1: return f(Kernel<T, 1>::kernel);
     case 2: return f(Kernel<T, 2>::kernel);
     case 3: return f(Kernel<T, 3>::kernel);
@@ -85,10 +85,10 @@ void with_units(int units, const F& f) {
     default: break;
   }
   if constexpr (std::is_same_v<T, float>) {
-    if (units == 6) return f(Kernel<T, 6>::kernel);
-    if (units == 8) return f(Kernel<T, 8>::kernel);
+    if (vectors == 6) return f(Kernel<T, 6>::kernel);
+    if (vectors == 8) return f(Kernel<T, 8>::kernel);
   }
-  SK_CHECK(false, "layer_norm: no kernel of ", units, " units");
+  SK_CHECK(false, "layer_norm: no kernel of ", vectors, " vectors");
 }
 template <class T, int U>
 struct ForwardRows {
@@ -102,7 +102,7 @@ struct BackwardRows {
 template <class T, template <class, int> class Kernel>
 bool cluster_fits(const char* op, const Plan& plan, size_t shared) {
   bool fits = false;
-  with_units<T, Kernel>(plan.units, [&](auto kernel) {
+  with_vectors<T, Kernel>(plan.vectors, [&](auto kernel) {
     const LaunchShape shape{dim3(plan.blocks), dim3(plan.threads()), shared, plan.blocks};
     fits = resident_clusters(op, reinterpret_cast<const void*>(kernel), shape) > 0;
   });
@@ -111,12 +111,12 @@ bool cluster_fits(const char* op, const Plan& plan, size_t shared) {
 
 // ---- arguments -----------------------------------------------------------------------------------------------------
 
-// torch's memory, also where the executor stands for a device: it sees what is written past the end.
+// Allocated by torch, also in the host executor, which then notices writes past the end.
 Tensor allocate(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
 }
 
-// A parameter as the kernels read it: contiguous, in the input's dtype or in the accumulation type; others are copied.
+// A parameter as the kernels read it: contiguous, in the input's dtype or the accumulation type. Others are converted.
 optional<Tensor> parameter(const optional<Tensor>& t, const Tensor& input, Dtype dtype, const char* op,
                            const char* argument) {
   if (!t) return std::nullopt;
@@ -134,9 +134,9 @@ NormDropout dropout_of(const optional<Tensor>& seed, double p, const Tensor& inp
   return {static_cast<const int64_t*>(seed->const_data_ptr()), dropout.threshold, dropout.scale};
 }
 
-// Whether every row begins on 16 bytes and is whole units.
-bool in_units(Dtype dtype, int64_t columns, std::initializer_list<const void*> pointers,
-              std::initializer_list<int64_t> strides) {
+// Whether every row starts at a multiple of 16 bytes and consists of whole vectors.
+bool in_vectors(Dtype dtype, int64_t columns, std::initializer_list<const void*> pointers,
+                std::initializer_list<int64_t> strides) {
   bool aligned = columns % elements_of(dtype) == 0;
   for (const void* p : pointers) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
   for (int64_t stride : strides) aligned = aligned && stride * size_of(dtype) % 16 == 0;
@@ -161,10 +161,10 @@ void run_forward(const char* op, Dtype dtype, Forward& p, const Tensor& input) {
     p.blocks = plan.blocks;
     const LaunchShape shape{dim3(static_cast<unsigned>(groups * plan.blocks)), dim3(plan.threads()), shared,
                             plan.blocks};
-    if (plan.units == 0) {
+    if (plan.vectors == 0) {
       launch(op, norm_cuda::forward_walk<T>, shape, stream, p);
     } else {
-      with_units<T, ForwardRows>(plan.units, [&](auto kernel) { launch(op, kernel, shape, stream, p); });
+      with_vectors<T, ForwardRows>(plan.vectors, [&](auto kernel) { launch(op, kernel, shape, stream, p); });
     }
   });
 }
@@ -207,15 +207,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   p.inverse = 1.0 / static_cast<double>(columns);
   p.weight_wide = w && w->scalar_type() == acc;
   p.bias_wide = b && b->scalar_type() == acc;
-  p.aligned = in_units(dtype, columns, {p.input, p.residual, p.weight, p.bias, p.output, p.sum},
-                       {p.input_stride, p.residual_stride});
+  p.aligned = in_vectors(dtype, columns, {p.input, p.residual, p.weight, p.bias, p.output, p.sum},
+                         {p.input_stride, p.residual_stride});
   run_forward(op, dtype, p, x);
   return {output, sum, mean, rstd};
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// The sums for the parameters: `parts` rows of partial sums, or the gradients themselves where there is one part.
+// Sums for the parameters: `parts` rows of partial sums, or the gradients themselves when there is one part.
 struct Sums {
   Tensor grad_weight, grad_bias, weight_parts, bias_parts;
 
@@ -235,7 +235,7 @@ struct Sums {
   template <class A>
   void reduce(const char* op, const Backward& p, void* stream) {
     const bool weight = grad_weight.numel() > 0, bias = grad_bias.numel() > 0;
-    if (p.parts == 1 || (!weight && !bias)) return;  // no parts, because no rows: zeros
+    if (p.parts == 1 || (!weight && !bias)) return;  // 0 parts (no rows) go on: the reduction writes zeros
     const Reduction reduction{p.weight_parts,
                               p.bias_parts,
                               weight ? grad_weight.mutable_data_ptr() : nullptr,
@@ -262,14 +262,14 @@ void run_backward(const char* op, Dtype dtype, Backward& p, Sums& sums, const Te
         plan_of(dtype, p.columns, p.aligned, norm_cuda::kBackwardThreads, device.max_cluster, teams_of, fits);
     p.team_warps = plan.team_warps;
     p.blocks = plan.blocks;
-    if (plan.units > 0) {
+    if (plan.vectors > 0) {
       const int64_t most = std::max<int64_t>(1, resident / plan.blocks);
       sums.divide(p, input, acc, plan.teams, most);
       const size_t shared = totals + (plan.teams > 1 ? plan.teams * p.columns * acc_size(dtype) : 0);
       const int64_t grid = std::min(p.parts, most) * plan.blocks;
       const LaunchShape shape{dim3(static_cast<unsigned>(grid)), dim3(plan.threads()), shared, plan.blocks};
       if (grid > 0) {
-        with_units<T, BackwardRows>(plan.units, [&](auto kernel) { launch(op, kernel, shape, stream, p); });
+        with_vectors<T, BackwardRows>(plan.vectors, [&](auto kernel) { launch(op, kernel, shape, stream, p); });
       }
     } else {
       const bool parameters = sums.grad_weight.numel() > 0 || sums.grad_bias.numel() > 0;
@@ -338,8 +338,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   p.input_stride = x.stride(0);
   p.dropout = dropout;
   p.weight_wide = w && w->scalar_type() == acc;
-  p.aligned = in_units(dtype, columns, {p.grad_output, p.grad_sum, p.input, p.weight, p.grad_residual, p.grad_input},
-                       {p.grad_output_stride, p.grad_sum_stride, p.input_stride});
+  p.aligned = in_vectors(dtype, columns, {p.grad_output, p.grad_sum, p.input, p.weight, p.grad_residual, p.grad_input},
+                         {p.grad_output_stride, p.grad_sum_stride, p.input_stride});
   run_backward(op, dtype, p, sums, x);
   return {grad_residual, grad_input, sums.grad_weight, sums.grad_bias};
 }

@@ -1,13 +1,14 @@
-// How the threads of the norms share a row: units of 16 bytes, the team that holds them, and sums over the team.
+// How the threads of the norms share a row: vectors of 16 bytes, the team that holds them, and sums over the team.
 //
-// A unit is 16 bytes of a row (8 elements of 16 bits, 4 floats; 4 doubles are 32), and always whole groups of the 4
-// columns that share a random counter. Thread t of a team of n threads owns the units t, t + n, t + 2 n ...: neighbours
-// read neighbouring 16 bytes. A team is a warp or some warps (several teams a block), a block, or a cluster of blocks.
+// A vector is 16 bytes of a row (8 elements of 16 bits, 4 floats; for doubles 4 elements, 32 bytes). It always consists
+// of whole groups of the 4 columns that share a random counter. Thread t of a team of n threads owns vectors t, t + n,
+// t + 2 n ...: neighbouring threads read neighbouring vectors. A team is a warp or several warps (several teams a
+// block), a block, or a cluster of blocks.
 //
-// Every sum is taken in an order that the shape alone decides: in a thread by pairs within a unit and then unit by
-// unit, over a warp by a butterfly (each lane adds the same two numbers, so all hold the same bits), over the warps of
-// a block and over the blocks of a cluster by another butterfly of their totals. The totals lie in two buffers in turn,
-// so a sum costs one barrier: who writes a buffer again has passed the barrier of the sum between.
+// The shape alone decides the order of every sum: in a thread by pairs within a vector, then vector by vector; over a
+// warp by a butterfly (each lane adds the same two numbers, so all lanes hold the same bits); over the warps of a block
+// and the blocks of a cluster by another butterfly of their totals. The totals alternate between two buffers, so a sum
+// costs one barrier: whoever writes a buffer again has passed the barrier of the sum between.
 #pragma once
 
 #include "common/cuda/device.cuh"
@@ -16,69 +17,70 @@ namespace seqkern {
 namespace norm_cuda {
 
 template <class T>
-constexpr int kElements = sizeof(T) == 2 ? 8 : 4;  // of a unit
+constexpr int kElements = sizeof(T) == 2 ? 8 : 4;  // of a vector
 template <class T, int U>
-constexpr int kRowBytes = U * kElements<T> * sizeof(acc_t<T>);  // what a thread of U units holds, widened
+constexpr int kRowBytes = U * kElements<T> * sizeof(acc_t<T>);  // held by a thread of U vectors, widened
 constexpr int kMostWarps = 16;                                  // of a block
 constexpr int kMostSums = 3;                                    // at a time
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Bytes of shared memory for the totals of a team.
+// Bytes of shared memory for a team's totals.
 template <class A>
 constexpr int kTeamBytes = (2 * kMostSums * (kMostWarps + 1) * sizeof(A) + 127) / 128 * 128;
 
-// What dropout is, to a kernel; the seed lies on the device.
+// A kernel's view of dropout. The seed is in device memory.
 struct NormDropout {
-  const int64_t* seed;  // null: none
+  const int64_t* seed;  // null: no dropout
   uint32_t threshold;
   double scale;
 };
 
-// ---- units ---------------------------------------------------------------------------------------------------------
+// ---- vectors
+// ---------------------------------------------------------------------------------------------------------
 
 template <class T>
-struct Unit {
+struct Vector {
   static constexpr int kParts = sizeof(T) * kElements<T> / 16;
   uint4 part[kParts];
 };
 
 template <class T>
-SK_DEVICE Unit<T> load_unit(const T* p, bool inside) {
-  Unit<T> unit;
+SK_DEVICE Vector<T> load_vector(const T* p, bool inside) {
+  Vector<T> vector;
 #pragma unroll
-  for (int i = 0; i < Unit<T>::kParts; ++i) unit.part[i] = inside ? reinterpret_cast<const uint4*>(p)[i] : uint4{};
-  return unit;
+  for (int i = 0; i < Vector<T>::kParts; ++i) vector.part[i] = inside ? reinterpret_cast<const uint4*>(p)[i] : uint4{};
+  return vector;
 }
 
 template <class T, class A>
-SK_DEVICE void widen_unit(const Unit<T>& unit, A (&v)[kElements<T>]) {
+SK_DEVICE void widen_vector(const Vector<T>& vector, A (&v)[kElements<T>]) {
   T elements[kElements<T>];
-  __builtin_memcpy(elements, unit.part, sizeof(elements));
+  __builtin_memcpy(elements, vector.part, sizeof(elements));
 #pragma unroll
   for (int i = 0; i < kElements<T>; ++i) v[i] = widen(elements[i]);
 }
 
 template <class T, class A>
-SK_DEVICE Unit<T> narrow_unit(const A (&v)[kElements<T>]) {
+SK_DEVICE Vector<T> narrow_vector(const A (&v)[kElements<T>]) {
   T elements[kElements<T>];
 #pragma unroll
   for (int i = 0; i < kElements<T>; ++i) elements[i] = narrow<T>(v[i]);
-  Unit<T> unit;
-  __builtin_memcpy(unit.part, elements, sizeof(elements));
-  return unit;
+  Vector<T> vector;
+  __builtin_memcpy(vector.part, elements, sizeof(elements));
+  return vector;
 }
 
 template <class T>
-SK_DEVICE void store_unit(T* p, const Unit<T>& unit) {
+SK_DEVICE void store_vector(T* p, const Vector<T>& vector) {
 #pragma unroll
-  for (int i = 0; i < Unit<T>::kParts; ++i) reinterpret_cast<uint4*>(p)[i] = unit.part[i];
+  for (int i = 0; i < Vector<T>::kParts; ++i) reinterpret_cast<uint4*>(p)[i] = vector.part[i];
 }
 
-// The first `count` elements (at most a unit's), 0 behind them: 16 bytes at a time where `aligned`, else one by one.
+// The first `count` elements (at most a vector), zeros after them: 16 bytes at a time if `aligned`, else one by one.
 template <class T, class A>
 SK_DEVICE void load_upto(const T* p, int count, bool aligned, A (&v)[kElements<T>]) {
   if (aligned) {
-    widen_unit<T>(load_unit(p, true), v);
+    widen_vector<T>(load_vector(p, true), v);
   } else {
 #pragma unroll
     for (int i = 0; i < kElements<T>; ++i) v[i] = i < count ? widen(p[i]) : A(0);
@@ -88,7 +90,7 @@ SK_DEVICE void load_upto(const T* p, int count, bool aligned, A (&v)[kElements<T
 template <class T, class A>
 SK_DEVICE void store_upto(T* p, int count, bool aligned, const A (&v)[kElements<T>]) {
   if (aligned) {
-    store_unit(p, narrow_unit<T>(v));
+    store_vector(p, narrow_vector<T>(v));
   } else {
 #pragma unroll
     for (int i = 0; i < kElements<T>; ++i)
@@ -96,7 +98,7 @@ SK_DEVICE void store_upto(T* p, int count, bool aligned, const A (&v)[kElements<
   }
 }
 
-// A unit of accumulators, contiguous.
+// A vector of accumulators, contiguous.
 template <class A, int E>
 SK_DEVICE void store_sums(A* p, int count, bool aligned, const A (&v)[E]) {
   if (aligned) {
@@ -113,7 +115,7 @@ SK_DEVICE void store_sums(A* p, int count, bool aligned, const A (&v)[E]) {
   }
 }
 
-// A parameter of the input's dtype, or (`wide`) of the accumulator's.
+// A parameter of the input's dtype or, if `wide`, of the accumulation type.
 template <class T, class A>
 SK_DEVICE void load_parameter(const void* parameter, bool wide, int64_t column, int count, bool aligned,
                               A (&v)[kElements<T>]) {
@@ -146,7 +148,7 @@ SK_DEVICE A sum_of(const A (&v)[E]) {
 SK_DEVICE float root(float x) { return sqrtf(x); }
 SK_DEVICE double root(double x) { return sqrt(x); }
 
-// Which of the E columns from `column` are kept, a bit each.
+// Which of the E columns from `column` on are kept, a bit each.
 template <int E>
 SK_DEVICE unsigned kept(const NormDropout& dropout, uint64_t seed, int64_t row, int64_t column) {
   unsigned bits = 0;
@@ -159,9 +161,9 @@ SK_DEVICE unsigned kept(const NormDropout& dropout, uint64_t seed, int64_t row, 
   return bits;
 }
 
-// The same for U units, E bits each. A loop that stays one: it runs while the row is on its way, in few registers.
+// The same for U vectors, E bits each. Not unrolled: it runs while the row's loads are in flight, in few registers.
 template <int E, int U>
-SK_DEVICE unsigned kept_units(const NormDropout& dropout, uint64_t seed, int64_t row, int first, int step) {
+SK_DEVICE unsigned kept_vectors(const NormDropout& dropout, uint64_t seed, int64_t row, int first, int step) {
   static_assert(E * U <= 32, "a bit a column");
   unsigned bits = 0;
   if (dropout.seed == nullptr) return bits;
@@ -175,7 +177,7 @@ SK_DEVICE unsigned kept_units(const NormDropout& dropout, uint64_t seed, int64_t
 template <class A>
 class Team {
  public:
-  // `team_warps` warps of a block are a team; all blocks of a cluster of `blocks` are one together.
+  // `team_warps` warps of a block form a team; in a cluster of several `blocks`, all of it is one team.
   SK_DEVICE Team(unsigned char* memory, int team_warps, int blocks)
       : totals_(reinterpret_cast<A*>(memory)),
         lane_(static_cast<int>(threadIdx.x) % 32),
@@ -193,11 +195,11 @@ class Team {
   }
 
   int thread, threads;         // of this team
-  int per_block, within;       // teams of this block, and which of them this is
-  int64_t block, block_count;  // this block among the others; a cluster counts as one
+  int per_block, within;       // teams of this block, and the index of this one
+  int64_t block, block_count;  // index of this block, and their number; a cluster counts as one
 
-  // Replaces each number by its sum over the team. All threads of the team call it; of the block, where a team is more
-  // than a warp.
+  // Replaces each number by its sum over the team. All threads of the team call it; if a team is more than a warp, all
+  // threads of the block.
   template <int K>
   SK_DEVICE void sum(A (&v)[K]) {
     static_assert(K <= kMostSums, "room for the totals");
@@ -229,7 +231,7 @@ class Team {
     turn_ ^= 1;
   }
 
-  // Before the end: no block leaves while another may read its totals.
+  // Call before the end: no block leaves while another may still read its totals.
   SK_DEVICE void leave() {
     if (blocks_ > 1) {
       cluster_arrive();

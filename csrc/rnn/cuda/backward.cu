@@ -1,4 +1,4 @@
-// The backward scan of recurrent layers, host side: checks, the choice of a tier, the launch.
+// The backward scan of recurrent layers, host side: checks, choice of a tier, launch.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -18,7 +18,7 @@ constexpr const char* kTiers[] = {"block", "cluster", "grid"};
 
 // ---- plan ---------------------------------------------------------------------------------------------------------
 
-using Kernel = void (*)(const Problem);
+using Kernel = void (*)(const BackwardArgs);
 
 template <class T, int CELL>
 Kernel kernel_of_size(int units, bool norm) {
@@ -61,9 +61,9 @@ struct RowStatistics {
 struct Plan {
   bool served = false;
   Exchange exchange = kBlock;
-  int blocks = 1;  // of a team
+  int blocks = 1;  // a team
   Layout layout{};
-  int teams = 1, launches = 1;  // teams: of a direction; launches: 2 where a direction fills the device
+  int teams = 1, launches = 1;  // teams a direction; launches: 2 where one direction fills the device
   LaunchShape shape;
   Kernel kernel = nullptr;
   std::string why;
@@ -82,7 +82,7 @@ class Planner {
         groups_((hidden_ + 7) / 8),
         tiles_(std::max<int64_t>(1, (batch + kRows - 1) / kRows)) {}
 
-  // The smallest tier that holds the weights, or the one asked for.
+  // The smallest tier that holds the weights, or the tier asked for.
   Plan plan(const std::string& tier) const {
     Plan none;
     for (Exchange exchange : {kBlock, kCluster, kGrid}) {
@@ -95,7 +95,7 @@ class Planner {
   }
 
  private:
-  // Everything about a team of that size; not served where its blocks have too little shared memory.
+  // The plan of a team of that size. Not served if a block has too little shared memory.
   Plan team(Exchange exchange, int blocks) const {
     Plan plan;
     const Layout layout = layout_of(hidden_, cell_, blocks, exchange, element_, norm_);
@@ -129,9 +129,9 @@ class Planner {
     return plan;
   }
 
-  // The number of blocks of a team does not depend on the batch, nor does therefore any sum.
-  // The fewest that leave a block no more than kShortest units, else as many as there may be. Never one: of stores
-  // within a cluster of one block PTX leaves open what they do.
+  // Chooses the fewest blocks that leave each at most kShortest units; otherwise the most there may be. The number of
+  // blocks does not depend on the batch, so no sum does. Never one block: PTX does not define asynchronous stores
+  // within a cluster of one block.
   Plan cluster() const {
     Plan best;
     best.why = device_.max_cluster == 1 ? "the device has no clusters" : "no cluster holds the weights";
@@ -158,7 +158,7 @@ class Planner {
       Plan plan = team(kGrid, blocks);
       if (!plan.served || (best.served && plan.layout.units == best.layout.units)) continue;
       if (residents(plan) == 0) continue;
-      const int together = device_.multiprocessors / blocks;  // teams
+      const int together = device_.multiprocessors / blocks;  // teams that run at once
       plan.launches = together >= directions_ ? 1 : directions_;
       spread(plan, together * plan.launches / directions_);
       best = plan;
@@ -230,7 +230,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   }
   check(products, {D, T, B, G * H}, acc, "products");
   check(norm_sums, {D, B, norm_columns_of(cell_kind, H)}, acc, "norm_sums");
-  Problem p{};
+  BackwardArgs p{};
   p.scan = checked_scan(
       check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell_kind, reverse}, T, B);
 
@@ -276,7 +276,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   }
   for (int launched = 0; launched < plan.launches; ++launched) {
     p.team.first_direction = launched;
-    if (plan.exchange == kGrid) {  // zeros: nothing has arrived
+    if (plan.exchange == kGrid) {  // zeros: nothing has arrived yet
       const int64_t blocks = plan.shape.grid.x;
       const int64_t packets = checked_product({2, blocks, plan.blocks, plan.layout.units, kRows / kPack}, op);
       const int64_t of_rows = norm ? blocks * kRows * rnn_backward::norm_sums(cell_kind) / 4 : 0;

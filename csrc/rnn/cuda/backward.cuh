@@ -1,48 +1,43 @@
-// The backward scan of a recurrent layer on the GPU: all steps of all sequences, in both directions, in one launch.
+// The backward scan of a recurrent layer on the GPU: one persistent kernel runs all steps of all sequences, in both
+// directions.
 //
-// A *team* of C thread blocks owns one direction and walks tiles of 8 rows of the batch, the last step first. Block r
-// owns some groups of 8 units: the gates, cell state and incoming gradients of those units. With da the gradients of
-// the gates (equations: kernels/rnn/rnn.py), a step is
+// A *team* of C thread blocks owns one direction and walks tiles of 8 rows of the batch, last step first. Block r owns
+// groups of 8 hidden units: their gates, cell state and incoming gradients. With da the gradients of the gates
+// (equations: kernels/rnn/rnn.py), a step is
 //
-//   pointwise   da of my units from dh, dc and what was kept; rounded to the dtype, into shared memory and to memory
-//   product     part (H x 8) = W[my gates, :]^T da (my gates x 8), for all H units
-//   exchange    the part of every block's units goes to that block
-//   sum         dh of my units = the parts of all blocks, added up in the order of their ranks
+//     pointwise   da of the block's units, from dh, dc and the saved state; rounded to the dtype, stored in shared and
+//                 global memory
+//     product     part (H x 8) = W[the block's gates, :]^T da (the block's gates x 8), for all H units
+//     exchange    each block receives the parts of its own units
+//     sum         dh of the block's units = the parts of all blocks, added in order of rank
 //
-// The product is divided along its sum, the gates: what travels is float32, but only H x 8 of it, whatever the cell.
-// (Divided along the units, as forward, each block would have to hold da of all G H gates, for an LSTM twice the bytes,
-// and its warps would have to share a long sum and meet once more.) My rows of W never leave the chip. They stand as
-// operands of the tensor cores, ready made: units on M, gates on K, the batch on N = 8, m16n8k16, a warp every eighth
-// tile of 16 units; float32 multiplies and adds without tensor cores, a thread 8 rows of a unit. Sums have one order
-// and the number of blocks does not depend on the batch, so the bits of a row are the same in every run and in every
-// batch.
+// The product splits its summed index, the gates. What travels is float32, but only H x 8 numbers, whatever the cell.
+// (Split along the units, as in the forward scan, each block would need da of all G H gates, for an LSTM twice the
+// bytes, and its warps would share a long sum and meet at one more barrier.)
 //
-// The three ways to exchange, the only difference between the tiers:
-//   block     C = 1, to 128 units: shared memory.
-//   cluster   C = 2 ... 16, into the shared memory of the owner, 16 bytes at a time, counted by its mbarrier; two
-//             buffers. A block writes a buffer again only after it has every part of the step between, and whoever sent
-//             that had read the buffer: no barrier of the cluster in the loop.
-//   grid      any C that is resident at once, through global memory, two buffers likewise. A packet of 16 bytes is 4
-//             rows of a unit; the lowest bits of its 4 words, 2^-24 of the value, say which step it belongs to, twice,
-//             once in each half, and the owner polls until both do. They are cleared before the sum: a result does not
-//             depend on the count.
-// da has two buffers as well: a warp may still multiply when another has the sum and goes on.
+// Weights. A block's rows of W stay on chip for the whole scan, as ready tensor core operands: units on M, gates on K,
+// the batch on N = 8, mma m16n8k16; warp w takes every eighth tile of 16 units. float32 uses fused multiply-adds
+// without tensor cores, 8 rows of a unit in a thread. Sums have one order, and the number of blocks does not depend on
+// the batch: the bits of a row are the same in every run and every batch.
 //
-// Registers: of weights 96 (64 beside layer norm) where a block has no more than 32 units; none where a thread has 4
-// elements. Shared memory: the other weights, 2 G H U bytes of U units (4 G H U in float32) less 256 to 384 units'
-// columns in registers; 32 or 64 bytes a gate of da; parts of 32 U bytes from every sender, twice in a cluster.
-// A step of a block: 16 G H U FLOP, 32 H bytes sent and as many received, the weights in shared memory read once, 128
-// bytes a clock. Of an LSTM of 512 units in bf16, C = 16, U = 32: 32 KB of weights in shared memory (256 clocks), 256
-// mma, 16 KB each way; of 1024 units, C = 32: 160 KB (1280 clocks), 512 mma; 128 units in a block: 128 KB (1024
-// clocks). At 1.75 GHz these reads alone are a floor of 0.15, 0.73 and 0.59 us a step, an estimate without the
-// exchange. What a step reads of memory is asked for a step ahead, what it writes goes behind the product. A team does
-// not exchange at times that no row of its tile has. No GPU speed has been measured yet.
+// The tiers differ only in the exchange:
+//     block     C = 1, up to 128 units: shared memory.
+//     cluster   C = 2 ... 16: 16-byte stores into the owner's shared memory, counted by its mbarrier; two buffers. A
+//               block writes a buffer again only after it has every part of the step between. Whoever sent that part
+//               had read the buffer, so the loop needs no cluster barrier.
+//     grid      any C that is resident at once: global memory, also two buffers. A packet of 16 bytes is 4 rows of a
+//               unit. The lowest bits of its 4 words (2^-24 of the value) hold the step's epoch, once in each half; the
+//               owner polls until both match. The bits are cleared before the sum, so results do not depend on the
+//               epoch.
+// da has two buffers as well: one warp may still multiply while another already has its sum and goes on.
 //
-// What was tried, judged by the compiler's report and by the host executor:
-// - 64 registers of weights for all: an LSTM of 2048 units did not fit 132 blocks; with 96 it needs 220 KB a block;
-// - float32, 8 rows of a unit, the loop unrolled 4 times: spills with 4 elements a thread; twice: none;
-// - float32, 4 rows of a unit a thread: weights read twice, 16 instead of 12 loads of shared memory for the same sums;
-// - one buffer of da: wrong in a cluster (the executor's random order of threads finds it).
+// Registers: 96 of weights a thread (64 with layer norm) when a block has at most 32 units; none when a thread has 4
+// elements. Shared memory: the other weights, 2 G H U bytes for U units (4 G H U in float32) less 256 to 384 units'
+// columns in registers; da, 32 or 64 bytes a gate; parts, 32 U bytes from every sender, twice that in a cluster.
+//
+// A step of a block: 16 G H U FLOP, 32 H bytes sent and 32 H received, the weights in shared memory read once at 128
+// bytes a clock. What a step reads of global memory is prefetched a step ahead; what it writes follows the product. A
+// team skips the exchange at times that no row of its tile has. NOTES.md has the estimated floor and what was tried.
 #pragma once
 
 #include "backward_norm.cuh"
@@ -50,11 +45,11 @@
 namespace seqkern {
 namespace rnn_backward {
 
-// An address is null where there is no such gradient, or it is not wanted.
-struct Problem {
+// Addresses of gradients that are absent or not wanted are null.
+struct BackwardArgs {
   RnnScan scan;
   TeamShape team;
-  NormProblem norm;
+  NormArgs norm;
   const void *grad_output, *grad_h_n, *grad_c_n;
   const float *grad_cells, *gates, *cells;
   const void *c0, *output, *h0, *w_hh;
@@ -70,12 +65,12 @@ SK_DEVICE float read(const void* p, int64_t at) {
   return widen(static_cast<const T*>(p)[at]);
 }
 
-// A lane's row of the batch: all its elements are of one.
+// A lane's row of the batch: all its elements are in one row.
 struct Row {
-  int number, length;  // no times beyond the batch
+  int number, length;  // length: 0 beyond the batch
 };
 
-// What memory holds of a step of one element.
+// The saved state and incoming gradients of one element at one step.
 struct Kept {
   float gates[4], state, grad_h, grad_c;  // state: c, or h, before the step
 };
@@ -90,18 +85,18 @@ SK_DEVICE Flags flags(const RnnScan& s, const Row& row, bool backwards, int t) {
   return f;
 }
 
-// c before a step that does not reset.
+// c before a step that does not reset it.
 template <class T>
-SK_DEVICE float cell_before(const Problem& p, int row, int length, int unit, int d, bool backwards, int t) {
+SK_DEVICE float cell_before(const BackwardArgs& p, int row, int length, int unit, int d, bool backwards, int t) {
   const int past = backwards ? t + 1 : t - 1;
   const int64_t B = p.scan.batch, H = p.scan.hidden;
   if (past < 0 || past >= length) return read<T>(p.c0, (d * B + row) * H + unit);
   return p.cells[((int64_t{d} * p.scan.steps + past) * B + row) * H + unit];
 }
 
-// Of an active step.
+// For an active step only.
 template <class T, int CELL>
-SK_DEVICE Kept fetch(const Problem& p, const Row& row, int unit, int d, bool backwards, int t, bool reset) {
+SK_DEVICE Kept fetch(const BackwardArgs& p, const Row& row, int unit, int d, bool backwards, int t, bool reset) {
   constexpr int R = rnn_kept(CELL);
   Kept kept = {};
   const int64_t B = p.scan.batch, H = p.scan.hidden;
@@ -122,7 +117,8 @@ SK_DEVICE Kept fetch(const Problem& p, const Row& row, int unit, int d, bool bac
   return kept;
 }
 
-// Takes from the gradient of a state after zoneout that before; what of it the old state gets. kind: 0 for h, 1 for c.
+// Undoes zoneout: turns `grad` of the state after zoneout into that before it, and returns the share of the old state.
+// kind: 0 for h, 1 for c.
 SK_DEVICE float through_zoneout(const RnnScan& s, int kind, int t, int d, int row, int unit, float& grad) {
   float of_old = 0;
   if (s.expected) {
@@ -135,13 +131,13 @@ SK_DEVICE float through_zoneout(const RnnScan& s, int kind, int t, int d, int ro
   return of_old;
 }
 
-// The way of a gradient through one step: `begin` as far as the sums over units that layer norm needs, `end` with them.
+// The gradient through one step. `begin` goes up to the sums over units that layer norm needs, `end` uses them.
 template <int CELL, bool NORM>
 struct Step {
   static constexpr int G = rnn_gates(CELL), SUMS = norm_sums(CELL);
-  float of_x[G], of_h[G];  // the gradients of zx and of w_hh's product
-  float beside;            // that of the old h past the product
-  float grad_c, beside_c;  // of the new cell state, of the old one beside it
+  float of_x[G], of_h[G];  // gradients of zx and of w_hh's product
+  float beside;            // of the old h, except through the product
+  float grad_c, beside_c;  // of the new cell state; of the old one through zoneout
   float xhat_c, through_c;
 
   SK_DEVICE void nothing() {
@@ -150,7 +146,7 @@ struct Step {
     for (int k = 0; k < G; ++k) of_x[k] = of_h[k] = 0;
   }
 
-  // With a norm, of_x of i, f and g are left without their factor grad_c.
+  // With layer norm, of_x of i, f and g still lack their factor grad_c.
   SK_DEVICE void begin(const RnnScan& s, int row, int unit, const Kept& kept, int d, int t, float later, float later_c,
                        const ElementNorm<CELL>& norm, float (&sums)[SUMS]) {
     float grad = later + kept.grad_h;
@@ -203,7 +199,7 @@ struct Step {
     if constexpr (NORM && CELL != kRnnLstm) norm.share(of_h, sums);
   }
 
-  // `later_c` becomes the gradient of the old cell state.
+  // Turns `later_c` into the gradient of the old cell state.
   SK_DEVICE void end(const RnnScan& s, const Kept& kept, bool reset, float (&sums)[SUMS], ElementNorm<CELL>& norm,
                      float& later_c) {
     if constexpr (CELL == kRnnLstm) {
@@ -229,7 +225,7 @@ struct Step {
 // ---- the kernels --------------------------------------------------------------------------------------------------
 
 template <class T, int CELL>
-__global__ void __launch_bounds__(kThreads, 4) row_statistics_kernel(const Problem p) {
+__global__ void __launch_bounds__(kThreads, 4) row_statistics_kernel(const BackwardArgs p) {
   const RnnScan& s = p.scan;
   row_statistics<CELL>(s, p.norm, p.gates, [&](int row, int t, int d, int unit) {
     const bool backwards = rnn_backwards(s, d);
@@ -239,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_statistics_kernel(const Probl
 }
 
 template <class T, int CELL, int E, bool NORM>
-__global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const BackwardArgs p) {
   constexpr int G = rnn_gates(CELL);
   SK_SHARED(shared);
   Team<T, CELL, E, NORM> team(p.team, p.scan.hidden, shared);
@@ -259,15 +255,15 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
     Kept kept[E];
     ElementNorm<CELL> norm[NORM ? E : 1];
 
-    // What memory holds of a step, asked for a step ahead.
-    const auto ask = [&](int i, bool wanted, int t, const Flags& flags) {
+    // Prefetches an element's saved state and gradients, one step ahead.
+    const auto prefetch = [&](int i, bool wanted, int t, const Flags& flags) {
       if (!wanted || !flags.active) return;
       const int unit = team.first_unit + team.u + 32 * i;
       kept[i] = fetch<T, CELL>(p, row, unit, d, backwards, t, flags.reset);
       if constexpr (NORM) { norm[i].fetch(p.norm, (int64_t{d} * scan.steps + t) * B + row.number, scan.hidden, unit); }
     };
 
-    int longest = 0;  // of the tile: the team has nothing to exchange at times that no row has
+    int longest = 0;  // of the tile: at later times no row is active and the team has nothing to exchange
     for (int i = 0; i < kRows; ++i) longest = max(longest, rnn_length(scan, tile * kRows + i));
     const int last = rnn_time(scan, scan.steps - 1, backwards);
     Flags now = flags(scan, row, backwards, last);
@@ -282,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
       if (scan.mask != nullptr) factor[i] = scan.mask[at];
       if (p.grad_h_n != nullptr) later[i] = read<T>(p.grad_h_n, at);
       if (CELL == kRnnLstm && p.grad_c_n != nullptr) later_c[i] = read<T>(p.grad_c_n, at);
-      ask(i, true, last, now);
+      prefetch(i, true, last, now);
     }
 
     for (int step = scan.steps - 1; step >= 0; --step) {
@@ -305,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
 #pragma unroll
       for (int i = 0; i < E; ++i) {
         if (there[i] && now.active) { grads[i].end(scan, kept[i], now.reset, sums, norm[NORM ? i : 0], later_c[i]); }
-        ask(i, there[i], ahead, next);
+        prefetch(i, there[i], ahead, next);
         if (team.u + 32 * i >= team.mine) continue;
 #pragma unroll
         for (int k = 0; k < G; ++k) {
@@ -319,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Proble
         team.product();
       }
 
-      // off the way that the next step waits for: what the GEMMs behind the scan read
+      // What the GEMMs after the scan read. Stored here because the next step does not wait for it.
 #pragma unroll
       for (int i = 0; i < E; ++i) {
         if (!there[i]) continue;

@@ -1,5 +1,5 @@
-// The team of thread blocks that runs the backward scan of a direction: its weights, product and exchange. The story is
-// told in backward.cuh.
+// The team of thread blocks that runs the backward scan of a direction: weights, product and exchange. The idea:
+// backward.cuh.
 #pragma once
 
 #include <algorithm>
@@ -12,32 +12,32 @@ namespace rnn_backward {
 enum Exchange { kBlock, kCluster, kGrid };
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kRows = 8;         // of the batch, a tile
-constexpr int kPack = 4;         // rows of one unit that travel together
-constexpr unsigned kEpochs = 3;  // what two bits tell apart, beside 0: nothing yet
-constexpr int kShortest = 32;    // units that every thread has one element of
-constexpr int kLongest = 128;    // units of a block
+constexpr int kRows = 8;         // of the batch, in a tile
+constexpr int kPack = 4;         // rows of one unit in a packet
+constexpr unsigned kEpochs = 3;  // values of the two epoch bits beside 0, which means nothing has arrived
+constexpr int kShortest = 32;    // units up to which every thread has one element
+constexpr int kLongest = 128;    // most units of a block
 
-// How many tiles of 16 units, by all gates of a block, a warp keeps in registers, 96 a thread and 64 beside layer norm:
-// where a thread has one element, which leaves room, and gates no more than 32 units'.
+// Tiles (16 units by all gates of a block) that a warp keeps in registers: 96 registers a thread, 64 with layer norm.
+// Only where a thread has one element, which leaves room, and the block's gates are of at most 32 units.
 constexpr int held_tiles(int cell, int element, int units, bool norm) {
   return element == 2 && units <= kShortest ? (norm ? 8 : 12) / rnn_gates(cell) : 0;
 }
 
-// Sums over the units of a row that layer norm needs, a multiple of what travels together.
+// Sums over a row's units that layer norm needs, rounded up to whole packets.
 constexpr int norm_sums(int cell) { return cell == kRnnLstm ? 8 : 4; }
 
-// How a block's work and its shared memory are divided. Made by the host.
+// How a block divides its work and its shared memory. Made by the host.
 struct Layout {
-  int groups;  // of 8 units, of the layer
-  int units;   // most that a block owns
-  int k, m;    // rows of my weights, and units: rounded up to tiles
-  int planes;  // parts that are added up when dh is read
+  int groups;  // groups of 8 units in the layer
+  int units;   // most units of a block
+  int k, m;    // the block's rows of W, and all units: rounded up to tiles
+  int planes;  // parts that `sum` adds
   int row_planes;
-  int64_t da, parts, where, barriers, rows, total;  // offsets; the weights come first
+  int64_t da, parts, where, barriers, rows, total;  // offsets in bytes; the weights are at 0
 };
 
-// `element`: bytes of the dtype.
+// `element`: bytes of an element of the dtype.
 inline Layout layout_of(int hidden, int cell, int blocks, Exchange exchange, int element, bool norm) {
   Layout l;
   l.groups = (hidden + 7) / 8;
@@ -54,31 +54,31 @@ inline Layout layout_of(int hidden, int cell, int blocks, Exchange exchange, int
   l.where = l.parts + int64_t{exchange == kCluster ? 2 : 1} * l.planes * l.units * kRows * 4;
   l.barriers = l.where + (l.groups * 4 + 15) / 16 * 16;
   l.rows = l.barriers + 32;
-  // Of every warp 4 rows, and of every plane all.
+  // 4 rows from every warp, all rows of every plane.
   l.total = l.rows + (norm ? 16 * (kWarps * packets / 2 + l.row_planes * packets) : 0);
   return l;
 }
 
-// Who works together.
+// The team's shape and mailboxes.
 struct TeamShape {
   Exchange exchange;
   int blocks;  // of a team
   int teams;   // of a direction
   int first_direction;
   Layout layout;
-  uint4* mailbox;      // of the grid: [buffer][to, any block][from, of its team][half][unit]
-  uint4* row_mailbox;  // and, for layer norm: [from, any block][row][sums / 4]
+  uint4* mailbox;      // grid tier: [buffer][receiving block][sending rank][half][unit]
+  uint4* row_mailbox;  // layer norm: [sending block][row][sums / 4]
 };
 
-// The groups of rank r begin here; every rank has at least one, as there are no more ranks than groups.
+// The first group of each rank. Every rank has at least one: there are never more ranks than groups.
 SK_DEVICE int first_group(int rank, int groups, int blocks) {
   return static_cast<int>(static_cast<int64_t>(rank) * groups / blocks);
 }
 
 // ---- packets of the grid ------------------------------------------------------------------------------------------
 
-// Each eight bytes tell their epoch: no more of a packet comes in one piece. What lies there before is of the exchange
-// before, or of that before it.
+// Tags each 8 bytes with the epoch, because only 8 bytes are relied on to arrive whole. A mailbox still holds the
+// exchange before this one, or the one before that.
 SK_DEVICE uint4 tagged(float4 v, unsigned epoch) {
   const unsigned low = epoch & 1, high = epoch >> 1;
   return {(device_bits<uint32_t>(v.x) & ~1u) | low, (device_bits<uint32_t>(v.y) & ~1u) | high,
@@ -89,7 +89,7 @@ SK_DEVICE bool arrived(uint4 v, unsigned epoch) {
   return ((v.x & 1) | (v.y & 1) << 1) == epoch && ((v.z & 1) | (v.w & 1) << 1) == epoch;
 }
 
-// Sums, over the senders first, first + stride ..., of one packet from each. `inbox`: that of sender 0.
+// Sums a packet from each of the senders first, first + stride ... `inbox` points to sender 0's.
 SK_DEVICE float4 collect(const uint4* inbox, int64_t between, int first, int stride, int senders, unsigned epoch) {
   constexpr int kAhead = 4;
   float4 sums = {0, 0, 0, 0};
@@ -116,8 +116,8 @@ SK_DEVICE float4 collect(const uint4* inbox, int64_t between, int first, int str
 
 // ---- the team -----------------------------------------------------------------------------------------------------
 
-// CELL: kRnnLstm, kRnnGru, or kRnnTanh for both simple ones. E: elements of a thread. A warp's lanes are 8 units by 4
-// rows, so that memory is read by whole 32-byte sectors and the parts, 4 rows of a unit after 4 rows of the next,
+// CELL: kRnnLstm, kRnnGru, or kRnnTanh for both simple cells. E: elements of a thread. A warp's lanes are 8 units by 4
+// rows: global memory is read in whole 32-byte sectors, and the parts (4 rows of a unit, then 4 rows of the next)
 // without bank conflicts.
 template <class T, int CELL, int E, bool NORM>
 struct Team {
@@ -128,11 +128,11 @@ struct Team {
   const TeamShape& shape;
   const Layout& layout;
   unsigned char* shared;
-  int hidden, rank, number, direction;  // number: of the team
-  int first_unit, mine;                 // my units
+  int hidden, rank, number, direction;  // number: index of the team
+  int first_unit, mine;                 // the block's units
   int thread, lane, warp;
-  int half, u, row_in_tile;  // element i of a lane is unit i * 32 + u of the block, in a row that does not depend on i
-  uint32_t count = 0;        // of exchanges
+  int half, u, row_in_tile;  // element i is unit i * 32 + u of the block; all elements share the row
+  uint32_t count = 0;        // exchanges so far
   uint4 held[HELD > 0 ? HELD : 1][HELD_K];
 
   SK_DEVICE Team(const TeamShape& s, int hidden_size, unsigned char* memory)
@@ -161,7 +161,7 @@ struct Team {
 
   // ---- weights -----------------------------------------------------------------------------------------------------
 
-  // The lane's 8 elements of tile (m, k): element (row, column) is W[my gate `column`, unit `row`].
+  // The lane's 8 elements of tile (m, k): element (row, column) is W[the block's gate `column`, unit `row`].
   SK_DEVICE uint4 fragment(const T* w_hh, int m, int k) const {
     uint32_t words[4] = {};
 #pragma unroll
@@ -177,7 +177,7 @@ struct Team {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  // w_hh: (G H, H) of the direction. Rows of it that are not mine are zeros.
+  // w_hh: (G H, H) of the direction. Gates that are not the block's become zeros.
   SK_DEVICE void load_weights(const T* w_hh) {
     if constexpr (sizeof(T) == 2) {
       const int k_tiles = layout.k / 16;
@@ -207,7 +207,7 @@ struct Team {
     return reinterpret_cast<uint4*>(shared) + ((m - HELD * kWarps) * (layout.k / 16) + k) * 32;
   }
 
-  // Everything before the first step. All threads.
+  // Everything before the first step. All threads call it.
   SK_DEVICE void begin(const T* w_hh) {
     load_weights(w_hh);
     for (int at = thread; at < 2 * layout.k * kRows; at += kThreads) {
@@ -225,7 +225,7 @@ struct Team {
     __syncthreads();
     meet();
   }
-  // Nobody writes to a block of a cluster that has not begun, or has ended.
+  // Cluster barrier: nobody writes to a block that has not started or has already left.
   SK_DEVICE void meet() const {
     if (shape.exchange != kCluster) return;
     cluster_arrive();
@@ -234,7 +234,8 @@ struct Team {
 
   // ---- the product -------------------------------------------------------------------------------------------------
 
-  // Parts of dh for all units, 4 rows of a unit at a time, to the units' owners. Behind a barrier: da is complete.
+  // Computes the parts of dh for all units and sends them to the units' owners, 4 rows of a unit at a time. Call after
+  // a barrier, when da is complete.
   SK_DEVICE void product() const {
     if constexpr (sizeof(T) == 2) {
       const int k_tiles = layout.k / 16;
@@ -284,7 +285,7 @@ struct Team {
       }
     }
   }
-  // The operands of tiles k and k + 1 of the gates, zeros where there is no second.
+  // The operands of gate tiles k and k + 1; zeros if there is no second.
   SK_DEVICE void operand(int k, uint32_t (&b)[4]) const {
     if (k + 1 < layout.k / 16) {
       ldmatrix_x4_trans(b, da() + (k * 16 + lane) * 16);
@@ -297,7 +298,7 @@ struct Team {
   SK_DEVICE static void multiply(float (&sums)[4], uint4 a, uint32_t b0, uint32_t b1) {
     mma_16816<T>(sums, {a.x, a.y, a.z, a.w}, {b0, b1});
   }
-  // A lane holds 2 rows of the units g and g + 8. Neighbours trade, so that each has 4 rows of one of them.
+  // A lane holds 2 rows of units g and g + 8. Neighbouring lanes exchange, so that each has 4 rows of one unit.
   SK_DEVICE void send_tile(int m, const float (&sums)[2][4]) const {
     const bool odd = lane % 2;
     float s[4];
@@ -326,7 +327,7 @@ struct Team {
     }
   }
 
-  // Waits for the parts of all blocks: `sum` then gives dh of an element. All threads.
+  // Waits for the parts of all blocks; afterwards `sum` gives an element's dh. All threads call it.
   SK_DEVICE void wait() const {
     if (shape.exchange == kCluster) {
       uint64_t* barrier = barriers() + buffer();
@@ -356,7 +357,8 @@ struct Team {
 
   // ---- sums over the units of a row --------------------------------------------------------------------------------
 
-  // From a lane's share, of its row, the sums over the whole team. All threads, at most once a step, before `product`.
+  // Turns a lane's share into the sums over the whole team for its row. All threads call it, at most once a step,
+  // before `product`.
   SK_DEVICE void sum_rows(float (&sums)[SUMS]) const {
     float4* of_warps = reinterpret_cast<float4*>(shared + layout.rows);  // [warp][row of 4][packet]
     float4* of_ranks = of_warps + kWarps * kPack * PACKETS;              // [plane][row of 8][packet]

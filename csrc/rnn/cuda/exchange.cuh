@@ -1,18 +1,19 @@
-// How the blocks of a team exchange what a step made: the operand of the next product, and pairs of numbers for layer
-// norm. What a team is: team.cuh. Torch-free.
+// How the blocks of a team exchange the result of a step: the operand of the next product, and pairs of numbers for
+// layer norm. What a team is: team.cuh. Torch-free.
 //
-// Operand. X, [k][row], lies in shared memory twice, as [chunk][row][64 bytes]: a chunk is 32 units of 16 bits or 16
-// floats. The four 16-byte pieces of a row are swapped by row / 2, so that neither the loads of fragments (16 bytes a
-// lane) nor the stores of single elements meet in a bank.
+// Operand. X, [k][row], lies in shared memory twice, as [chunk][row][64 bytes]; a chunk is 32 hidden units of 16 bits
+// or 16 of float32. The four 16-byte pieces of a row are permuted by row / 2, so that neither fragment loads (16 bytes
+// a lane) nor stores of single elements have bank conflicts.
 //
-// Exchange. Operands are numbered; number n lies in buffer n & 1. A slot of a warp is 8 units x 4 rows, which is sent
-// as one, a slab. Every warp publishes the slabs that it finished:
-//   block    one block: straight into the buffer, then __syncthreads.
-//   cluster  to all blocks of the cluster, this one too, by asynchronous stores that the receiver's mbarrier counts.
-//   grid     through global memory, 3 words of data in 16 bytes, and the operand's number in each half of them: whoever
-//            reads the numbers has the data, so there is no barrier between blocks. All blocks must be resident.
+// Exchange. Operands are numbered; number n lies in buffer n & 1. A slot of a warp is 8 units x 4 rows, sent as one
+// slab. Every warp publishes the slabs it finished:
+//     block    one block: stores into the buffer, then __syncthreads.
+//     cluster  asynchronous stores to all blocks of the cluster, itself included; the receiver's mbarrier counts them.
+//     grid     through global memory: 16-byte packets of 3 words of data, with the operand's number in each half.
+//              Whoever reads the numbers has the data, so blocks need no barrier between them. All blocks must be
+//              resident.
 // Two buffers are enough: a block publishes number n + 2 only when it has all of n + 1, which every warp of every block
-// published after its last look at n. That order breaks where a team turns to another tile of the batch: `renew`.
+// published after its last read of n. The order breaks where a team goes on to another tile of the batch: `renew`.
 #pragma once
 
 #include "common/cuda/device.cuh"
@@ -21,32 +22,32 @@ namespace seqkern {
 
 enum class RnnTier : int { block = 0, cluster = 1, grid = 2 };
 
-// How the work is divided, and where things lie in shared memory (bytes): made by the host (`rnn_team_shape`).
+// How the work is divided, and offsets in shared memory (bytes). Made by the host (`rnn_team_shape`).
 struct RnnTeamShape {
   RnnTier tier;
   int blocks;    // of a team
-  int groups;    // of 16 units, of a block
-  int parts;     // warps of a group, a power of 2
-  int hidden;    // units
-  int chunks;    // of k
-  int per_warp;  // of those
+  int groups;    // groups of 16 units in a block
+  int parts;     // warps that share a group, a power of 2
+  int hidden;    // hidden units
+  int chunks;    // along k
+  int per_warp;  // chunks of a warp
   int operand, partial, staging, sums, pairs, parameters, weights;
   int shared_bytes;
-  long long mailbox_bytes;  // of a team, in global memory; grid only
+  long long mailbox_bytes;  // a team's, in global memory; grid tier only
 };
 
-constexpr int kRnnGroup = 16;  // units
-constexpr int kRnnPairs = 2;   // exchanges of pairs in a step at most: kinds 0 and 1
+constexpr int kRnnGroup = 16;  // hidden units of a group
+constexpr int kRnnPairs = 2;   // most exchanges of pairs in a step: kinds 0 and 1
 
-// Chunks of weights in registers: 128 of a lane's, or 64 where it has twice as many sums.
+// Chunks of weights that a warp keeps in registers: 128 registers a lane, or 64 with twice as many accumulators.
 constexpr int rnn_held(int element, int gates, int nt) { return element == 2 ? 16 / nt / gates : 0; }
-// Rows of parameters that a step reads, a number for each unit: biases, and weights and biases of the norms.
+// Rows of parameters that a step reads, one number a unit: biases, and weights and biases of the norms.
 constexpr int rnn_parameters(int gates, bool norm) {
   return (gates == 1 ? 1 : 4) + (norm ? 2 * gates + (gates == 4 ? 2 : 0) : 0);
 }
-constexpr int rnn_packets(int element) { return (8 * element + 2) / 3; }  // of a slab, in the mailbox
+constexpr int rnn_packets(int element) { return (8 * element + 2) / 3; }  // of a slab in the mailbox
 
-// `norm`: room for exchanges of pairs.
+// `norm`: reserve room for exchanges of pairs.
 inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int groups, int parts, int element, int gates,
                                    int nt, bool norm) {
   RnnTeamShape s{};
@@ -59,7 +60,7 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   s.chunks = (blocks * groups * kRnnGroup + chunk - 1) / chunk;
   s.per_warp = (s.chunks + parts - 1) / parts;
   const int in_shared = s.per_warp > rnn_held(element, gates, nt) ? s.per_warp - rnn_held(element, gates, nt) : 0;
-  int at = 128;  // barriers
+  int at = 128;  // after the barriers
   s.operand = at;
   at += 2 * s.chunks * rows * 64;
   s.partial = at;
@@ -74,7 +75,7 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   at += rnn_parameters(gates, norm) * groups * kRnnGroup * 4;
   s.weights = at;
   long long bytes = at + 1024LL * warps * in_shared * gates;
-  // What is held comes by way of the operands' memory.
+  // Weights for the registers are loaded through the operands' memory, which must have room.
   if (rnn_held(element, gates, nt) > 0 && bytes < s.operand + 1024LL * warps * gates) {
     bytes = s.operand + 1024LL * warps * gates;
   }
@@ -86,8 +87,8 @@ inline RnnTeamShape rnn_team_shape(RnnTier tier, int hidden, int blocks, int gro
   return s;
 }
 
-// Elements of 16 bits: of bfloat16 or float16, which a kernel is told when it runs. All they differ in is the product
-// and the rounding; a kernel each would be compiled twice for that.
+// A 16-bit element: bfloat16 or float16, chosen at run time. They differ only in the product and the rounding; a kernel
+// each would double the compilation.
 struct RnnShort {
   uint16_t bits;
 };
@@ -105,26 +106,26 @@ SK_DEVICE float rnn_widen(RnnShort x, bool half) { return half ? widen(Half{x.bi
 // T: float or RnnShort.
 template <class T, int NT>
 struct RnnExchange {
-  static constexpr int ELEMENT = sizeof(T), CHUNK = 64 / ELEMENT, PIECE = 16 / ELEMENT;  // in elements
+  static constexpr int ELEMENT = sizeof(T), CHUNK = 64 / ELEMENT, PIECE = 16 / ELEMENT;  // elements
   static constexpr int ROWS = 8 * NT, SLOTS = 4 * NT;
-  static constexpr int SLAB = 32 * ELEMENT, PACKETS = rnn_packets(ELEMENT);  // bytes; 16-byte packets of the mailbox
+  static constexpr int SLAB = 32 * ELEMENT, PACKETS = rnn_packets(ELEMENT);  // bytes; 16-byte packets in the mailbox
 
   RnnTeamShape shape;
   unsigned char *shared, *mailbox;
   int lane, warp, group, part, rank;
-  uint32_t turn;  // number of the operand that comes next or is here
+  uint32_t turn;  // number of the current or next operand
 
   // ---- who owns what -----------------------------------------------------------------------------------------------
 
   SK_DEVICE bool owns(int slot) const { return (slot & (shape.parts - 1)) == part; }
-  // In the layer: may lie beyond `hidden`.
+  // Index in the layer; may be beyond `hidden`.
   SK_DEVICE int unit(int slot) const { return first_unit() + lane / 4 + 8 * ((slot / 2) % 2); }
   SK_DEVICE int first_unit() const { return (rank * shape.groups + group) * kRnnGroup; }
-  // In the tile of the batch; `column` of a lane is 0 ... 2 NT - 1, and slots share it.
+  // Index in the tile of the batch. A lane has columns 0 ... 2 NT - 1; several slots share one.
   SK_DEVICE static int column(int slot) { return 2 * (slot / 4) + slot % 2; }
   SK_DEVICE int row_of(int column) const { return 8 * (column / 2) + 2 * (lane % 4) + column % 2; }
   SK_DEVICE int row(int slot) const { return row_of(column(slot)); }
-  // Units of block `r` that exist.
+  // Units of block `r` below `hidden`.
   SK_DEVICE int units_of(int r) const {
     const int first = r * shape.groups * kRnnGroup, count = shape.hidden - first;
     return max(0, min(count, shape.groups * kRnnGroup));
@@ -169,7 +170,7 @@ struct RnnExchange {
     }
   }
 
-  // Behind the first operand and the weights.
+  // Call after writing the first operand and loading the weights.
   SK_DEVICE void start() {
     if (shape.tier == RnnTier::cluster) {
       cluster_arrive();
@@ -178,8 +179,8 @@ struct RnnExchange {
       __syncthreads();
     }
   }
-  // Before another tile of the batch: every block of the team has done with the last operand, and a new first one may
-  // be written. Grid only.
+  // Call before another tile of the batch: waits until every block of the team is done with the last operand, so that a
+  // new first one may be written. Grid tier only.
   SK_DEVICE void renew() {
 #pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
@@ -201,7 +202,7 @@ struct RnnExchange {
 
   // ---- operands ----------------------------------------------------------------------------------------------------
 
-  // Where element (k, row) of an operand lies.
+  // Offset of element (k, row) of an operand.
   SK_DEVICE int offset(int k, int row) const {
     const int inside = k % CHUNK;
     return (k / CHUNK * ROWS + row) * 64 + ((inside / PIECE) ^ ((row / 2) % 4)) * 16 + inside % PIECE * ELEMENT;
@@ -209,13 +210,14 @@ struct RnnExchange {
   SK_DEVICE unsigned char* buffer(uint32_t number) const {
     return shared + shape.operand + (number & 1) * static_cast<unsigned>(shape.chunks * ROWS * 64);
   }
-  // The operand that comes next, before `start`.
+  // Element (k, row) of the first operand, to be written before `start`.
   SK_DEVICE T* operand(int k, int row) const { return reinterpret_cast<T*>(buffer(turn) + offset(k, row)); }
 
-  // One element of the next operand, of the pair that this lane owns.
+  // Writes one element of the next operand, of a pair that this lane owns.
   SK_DEVICE void stage(int slot, T value) const {
     if (shape.tier == RnnTier::block) {
-      // Of the lane's first slot; 8 units on only flips bits, as a group begins with a whole number of 16 units.
+      // Offset of the lane's first slot. Adding 8 units only flips bits, because a group starts at a multiple of 16
+      // units.
       const int first = offset(unit(0), row(0)) ^ (slot / 2 % 2 * 8 * ELEMENT);
       *reinterpret_cast<T*>(buffer(turn + 1) + first + slab_row(slot) * 64) = value;
     } else {  // a slab: [row][unit]
@@ -231,7 +233,7 @@ struct RnnExchange {
       __syncwarp();
       send_to_mailbox();
     }
-    __syncwarp();  // the slab is read: a lane may stage in it again
+    __syncwarp();  // all lanes have read the slab, so it may be written again
     ++turn;
   }
 
@@ -240,8 +242,8 @@ struct RnnExchange {
       __syncthreads();
     } else if (shape.tier == RnnTier::cluster) {
       mbarrier_wait_cluster(full(turn & 1), ((turn - 1) / 2) & 1);
-      // For the operand after the next: nobody sends that before having the next, of which this block's part is not
-      // yet computed.
+      // Expects the operand after the next. Nobody sends that before having the next operand, of which this block's
+      // share is not computed yet.
       if (threadIdx.x == 0) mbarrier_arrive_expect(full(turn & 1), operand_bytes());
     } else {
       read_mailbox();
@@ -251,7 +253,7 @@ struct RnnExchange {
 
   // ---- sums over the units of a row --------------------------------------------------------------------------------
 
-  // The sum over all lanes of the block that own the same row, for each of the lane's columns; all threads take part.
+  // Sums over all lanes of the block that have the same row, for each of the lane's columns. All threads call it.
   SK_DEVICE void block_sum(float (&v)[2 * NT]) const {
     float* sums = reinterpret_cast<float*>(shared + shape.sums);
 #pragma unroll
@@ -269,9 +271,9 @@ struct RnnExchange {
     __syncthreads();
   }
 
-  // Gives the other blocks this block's pair of numbers for each row, and waits for theirs: `shared_pair`. Every thread
-  // brings the pairs of its columns, the same in all lanes of a row. One exchange of a kind with every operand: they
-  // are numbered alike. In a team of one block there is nothing to do, and nothing to ask for.
+  // Sends this block's pair of numbers for each row to the other blocks and waits for theirs (`shared_pair`). Every
+  // thread passes the pairs of its columns, equal in all lanes of a row. Each kind is exchanged at most once an
+  // operand, whose number it uses. A team of one block must not call this.
   SK_DEVICE void share(int kind, const float2 (&v)[2 * NT]) {
     if (shape.tier == RnnTier::block) return;
     const uint32_t number = turn;
@@ -312,7 +314,7 @@ struct RnnExchange {
       __syncthreads();
     }
   }
-  // Of block r, for the lane's column, from the last `share` of that kind.
+  // The pair of block r for the lane's column, from the last `share` of that kind.
   SK_DEVICE float2 shared_pair(int kind, int r, int column) const {
     return pairs(kind, turn)[r * ROWS + row_of(column)];
   }
@@ -325,7 +327,7 @@ struct RnnExchange {
   SK_DEVICE static int slab_row(int slot) { return 8 * (slot / 4) + slot % 2; }
 
   SK_DEVICE void send_to_cluster() const {
-    constexpr int SENT = SLAB / 16;  // pieces of 16 bytes
+    constexpr int SENT = SLAB / 16;  // 16-byte pieces
     const int p = lane % SENT;
     const int row_step = p * PIECE / 8, unit_step = p * PIECE % 8;
     unsigned char* to = buffer(turn + 1);
@@ -337,7 +339,7 @@ struct RnnExchange {
       unsigned char* at = to + offset(u, r);
 #pragma unroll 1
       for (int i = lane / SENT; i < shape.blocks; i += 32 / SENT) {
-        const int peer = i + rank < shape.blocks ? i + rank : i + rank - shape.blocks;  // not all to the same first
+        const int peer = i + rank < shape.blocks ? i + rank : i + rank - shape.blocks;  // starts at its own rank
         store_async_16(at, full((turn + 1) & 1), peer, v);
       }
     }
@@ -355,8 +357,8 @@ struct RnnExchange {
     return reinterpret_cast<float2*>(shared + shape.pairs) + (2 * kind + (number & 1)) * (shape.blocks * ROWS);
   }
 
-  // What is in the upper half of a packet's second and fourth word: of each eight bytes, as no more of a packet comes
-  // in one piece. What lies there before is of the operand two before, or zero.
+  // The tag in the upper half of a packet's second and fourth word: one in each 8 bytes, because only 8 bytes are
+  // relied on to arrive whole. A mailbox still holds the operand two before this one, or zeros.
   SK_DEVICE static uint32_t tag(uint32_t number) { return number << 16; }
   SK_DEVICE void send_to_mailbox() const {
     uint4* to = box(turn + 1) + (rank * shape.groups + group) * (SLOTS * PACKETS);
@@ -378,7 +380,7 @@ struct RnnExchange {
     const uint4* from = box(turn);
     unsigned char* to = buffer(turn);
     const int total = shape.blocks * shape.groups * (SLOTS * PACKETS);
-    constexpr int FLIGHT = 4;  // packets asked for at once
+    constexpr int FLIGHT = 4;  // packets in flight
 #pragma unroll 1
     for (int first = threadIdx.x; first < total; first += FLIGHT * blockDim.x) {
       uint4 packet[FLIGHT];
@@ -403,7 +405,7 @@ struct RnnExchange {
   }
   SK_DEVICE void unpack(unsigned char* to, int at, uint4 packet) const {
     const int p = at % PACKETS, slot = at / PACKETS % SLOTS, of = at / (PACKETS * SLOTS);
-    constexpr int LINE = 2 * ELEMENT;  // words of a row of a slab
+    constexpr int LINE = 2 * ELEMENT;  // words in a row of a slab
     const uint32_t words[3] = {packet.x, packet.z, (packet.y & 0xFFFF) | packet.w << 16};
 #pragma unroll
     for (int j = 0; j < 3; ++j) {

@@ -1,4 +1,4 @@
-// The recurrent scan, forward, host side: checks, plan, launch. The kernel: forward.cuh.
+// The forward recurrent scan, host side: checks, plan, launch. The kernel: forward.cuh.
 #include <string>
 #include <tuple>
 
@@ -13,7 +13,7 @@ namespace {
 using Kernel = void (*)(RnnForwardArgs);
 constexpr int64_t kMostUnits = 1 << 16;
 
-// NT: 8 NT rows of the batch in a tile.
+// NT: a tile has 8 NT rows of the batch.
 template <class T, int NT>
 Kernel kernel_of(int cell) {
   switch (cell) {
@@ -23,12 +23,12 @@ Kernel kernel_of(int cell) {
   }
 }
 Kernel kernel_of(Dtype dtype, int cell, int rows) {
-  // float32 has no kernels for 16 rows: its products are bound by arithmetic, not by waiting.
+  // float32 has no kernels for tiles of 16 rows: its products are bound by arithmetic, not by latency.
   if (dtype == Dtype::f32) return rows == 8 ? kernel_of<float, 1>(cell) : nullptr;
   return rows == 8 ? kernel_of<RnnShort, 1>(cell) : kernel_of<RnnShort, 2>(cell);
 }
 
-// Of the weights, (D, G H, H): their type and the hidden size, or an error.
+// The weights' dtype; raises unless they are (D, G H, H).
 Dtype check_weights(const Tensor& w_hh, int64_t cell, const char* op) {
   SK_CHECK(cell >= kRnnLstm && cell <= kRnnRelu, op, ": cell must be between 0 and 3, got ", cell);
   check_dim(w_hh, 3, op, "w_hh");
@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
   if (plan.teams == 0) return {h_n, c_n};
   Tensor mailbox = empty(w_hh, {plan.teams * plan.shape.mailbox_bytes}, ScalarType::Byte);
   if (plan.shape.tier == RnnTier::grid) {
-    // Numbers of operands must not come round to those that memory still has.
+    // A number in a tag must not repeat while the mailbox may still hold its earlier operand.
     const int64_t in_turn = d * ((b + plan.rows - 1) / plan.rows) / plan.teams + 1;
     SK_CHECK(in_turn * (t + 1) < int64_t{1} << 31, op, ": too many steps for the grid tier: ", t);
     torch::stable::zero_(mailbox);

@@ -1,55 +1,34 @@
-// The recurrent scan, forward: all steps of a layer of LSTM, GRU or RNN in one launch, the weights on chip.
+// The forward recurrent scan: one persistent kernel runs all steps of an LSTM, GRU or RNN layer, with the weights on
+// chip.
 //
-// The idea. x = w_ih x_t of all steps is given; what is left of a step is w_hh h, the cell, and the way of the new h to
-// all that need it. Teams of thread blocks hold the weights (team.cuh) and exchange h (exchange.cuh); teams of
-// different directions and tiles of the batch never meet. The equations stand in kernels/rnn/rnn.py. A lane owns
-// the gates of its pairs (unit, row) and keeps their h and c in float32 registers for the whole sequence; h is rounded
-// only as operand of the next product, and as output. x of the next step is asked for as soon as h is on its way.
+// The idea. x = w_ih x_t of all steps is given. What is left of a step is w_hh h, the cell, and sending the new h to
+// everyone who needs it. Teams of thread blocks hold the weights (team.cuh) and exchange h
+// (exchange.cuh); teams of different directions or tiles of the batch never meet. Equations: kernels/rnn/rnn.py. A
+// lane owns the gates of its pairs (unit, row) and keeps their h and c in float32 registers for the whole sequence; h
+// is rounded only as an operand and as output. x of the next step is prefetched as soon as h has been sent.
 //
-// A step: product, sums of the parts (one barrier), cells, publish h, store output, cells and gates, load x, wait for
-// h. The parts and the exchange are its only barriers; layer norm has two sums over the block and one exchange a norm.
+// A step: product, sum of the parts (one barrier), cells, publish h, store output, cells and gates, load x, wait for h.
+// The parts and the exchange are its only barriers. Each layer norm adds two block sums and one exchange.
 //
-// Tiers (plan.h chooses), with what a device of 132 multiprocessors, 227 KB a block and clusters of 16 gets:
-//   block    up to 128 units (float32 LSTM: 112). 16-bit weights are in registers: an LSTM of 128 units has 8 warps
-//   with
-//            4 chunks of 4 gates each.
-//   cluster  2 to 16 blocks: 16-bit LSTM up to 512 units, GRU 768, RNN 1280; float32 LSTM and GRU 256, RNN 768.
-//   grid     as many blocks as the units need, all resident: 16-bit LSTM up to 2048 units, GRU 2112, RNN more than
-//            2500; float32 LSTM 640, GRU 768, RNN 1696. On a device without clusters it follows on `block`.
+// Tiers (chosen by plan.h), with the limits on a device of 132 multiprocessors, 227 KB a block, clusters of
+// 16:
+//     block    up to 128 units (float32 LSTM: 112). 16-bit weights are in registers: an LSTM of 128 units has 8 warps
+//              with 4 chunks of 4 gates each.
+//     cluster  2 to 16 blocks: 16-bit LSTM up to 512 units, GRU 768, RNN 1280; float32 LSTM and GRU 256, RNN 768.
+//     grid     as many blocks as the units need, all resident: 16-bit LSTM up to 2048 units, GRU 2112, RNN more than
+//              2500; float32 LSTM 640, GRU 768, RNN 1696. On a device without clusters it follows `block`.
 //
-// Registers, of at most 255 (256 threads, one block a multiprocessor), as ptxas reports them for sm_80, 90a, 100a, 120;
-// nothing spills:
-//   16 bits, tiles of 8 rows    LSTM 250 to 254, GRU 245 to 252, RNN 222 to 233
-//   16 bits, tiles of 16 rows   LSTM 248 to 254, GRU 224 to 255, RNN 187 to 235
-//   float32, tiles of 8 rows    LSTM 168 to 208, GRU 152 to 194, RNN 121 to 163
+// Registers: at most 255 (256 threads, one block a multiprocessor), no spills.
 //
 // Shared memory: two operands of 64 bytes a chunk and row (512 units of 16 bits, 8 rows: 8 KB each); with several parts
-// their sums, 512 bytes a warp and gate; in clusters and grids what is sent, 8 to 16 bytes a lane; biases and what the
-// norms have of the block's units, 4 bytes each; then the weights
-// that are not in registers, 1 KB for 16 units, a gate and a chunk. 16-bit LSTM, 512 units, cluster of 16: 34 KB a
-// block.
+// their sums, 512 bytes a warp and gate; in clusters and grids the slabs to send, 8 to 16 bytes a lane; biases and norm
+// parameters of the block's units, 4 bytes each; then the weights that are not in registers, 1 KB for 16 units, a gate
+// and a chunk. 16-bit LSTM, 512 units, cluster of 16: 34 KB a block.
 //
-// FLOP and bytes a step, of one direction: 2 G H^2 B FLOP; x 4 G H B bytes (2 in the dtype), output 2 H B or 4 H B,
-// and where they are kept cells 4 H B, gates 4 R H B. Between blocks, a tile of 8 rows: each block receives 16 H bytes
-// of 16 bits (32 H of float32), in the grid a third more.
-//
-// The floor, an estimate from 128 bytes of shared memory and 16 special functions a clock, about 30 clocks for an mma
-// that waits for the one before, and about 200 for a store to reach another block of the cluster. LSTM, bf16, 8 rows:
-//   128 units, block        product 8 x 30 = 240 clocks, 1024 pairs x 10 functions / 16 = 640     0.5 us at 1.75 GHz
-//   512 units, 16 blocks    product 240, parts 2 x 16 KB / 128 = 256, functions 160, exchange 200  0.5 us
-//   1024 units, 64 blocks   product 240, parts 256, functions 80, and a way through L2 that the estimate does not know
-// Nothing has been measured: no speed of this kernel is known.
-//
-// What was tried, judged by the compiler's report:
-// - Fragments held as they were loaded, rows g and g + 8 apart: four moves before every mma, which wants a fragment's
-//   registers in a row. They are put in order once, on their way in.
-// - The loads of 128 weight registers written out: 5000 of 11000 instructions. By way of shared memory, a loop.
-// - 16-bit LSTM tiles of 16 rows with 128 registers of weights: 500 to 650 bytes of spills; with 64: none.
-// - Addresses of each slot by themselves: up to 88 bytes of spills; as offsets from the lane's first pair: none. The
-//   last few went with counters that say what other counters say already, and with loops that are not unrolled.
-// - Without a minimum of one block, ptxas aims at 128 registers for float32, and spills 12 to 36 bytes.
-// - 1 / (1 + e^-x) by division: a call for the rare case, with each of twelve sigmoids. rcp.approx has none.
-// - A kernel each for bfloat16 and float16: twice the compilation, of code that differs in the mma and the rounding.
+// FLOP and bytes of a step, one direction: 2 G H^2 B FLOP; x 4 G H B bytes (2 in the dtype), output 2 H B or 4 H B;
+// where they are kept, cells 4 H B and gates 4 R H B. Between blocks, for a tile of 8 rows: each block receives 16 H
+// bytes of 16 bits (32 H of float32), in the grid tier a third more. NOTES.md has registers by kernel, the estimated
+// floor, and what was tried.
 #pragma once
 
 #include "cell.cuh"
@@ -62,10 +41,10 @@ struct RnnForwardArgs {
   RnnScan scan;
   const void* x;                    // (directions, steps, batch, G hidden), float or the weights' type
   int64_t x_strides[3];             // of directions, steps, rows
-  bool half;                        // of 16 bits: float16
-  bool x_wide, h0_wide, c0_wide;    // float
+  bool half;                        // 16-bit elements are float16
+  bool x_wide, h0_wide, c0_wide;    // whether x, h0, c0 are float
   const void* w_hh;                 // (directions, G hidden, hidden)
-  bool aligned;                     // its rows, to 16 bytes
+  bool aligned;                     // whether its rows start at multiples of 16 bytes
   const float* bias;                // (directions, R hidden), or null
   const void *h0, *c0;              // (directions, batch, hidden)
   void* output;                     // (steps, batch, directions hidden)
@@ -74,12 +53,12 @@ struct RnnForwardArgs {
   unsigned char* mailbox;
 };
 
-// Rows of w_hh as the team wants them.
+// Reads rows of w_hh as RnnTeam::load_weights wants them.
 template <class T>
 struct RnnForwardWeights {
   const T* w;  // (G hidden, hidden)
   int hidden;
-  bool aligned;  // its rows, to 16 bytes
+  bool aligned;  // whether rows start at multiples of 16 bytes
 
   SK_DEVICE uint4 operator()(int gate, int unit, int k) const {
     constexpr int COUNT = 16 / sizeof(T);
@@ -87,7 +66,7 @@ struct RnnForwardWeights {
     if (unit >= hidden || k >= hidden) return v;
     const T* row = w + (static_cast<int64_t>(gate) * hidden + unit) * hidden + k;
     if (aligned) return __ldg(reinterpret_cast<const uint4*>(row));
-    uint64_t low = 0, high = 0;  // one element after the other: this is done once, and stands in many places
+    uint64_t low = 0, high = 0;  // element by element: runs once, and is inlined in many places
 #pragma unroll 1
     for (int i = min(COUNT, hidden - k) - 1; i >= 0; --i) {
       constexpr int BITS = 8 * sizeof(T);
@@ -109,7 +88,7 @@ SK_DEVICE float load_either(const void* p, int64_t at, bool wide, bool half) {
   return wide ? static_cast<const float*>(p)[at] : rnn_widen(static_cast<const T*>(p)[at], half);
 }
 
-// h as the product takes it.
+// h, masked and rounded, as the product takes it.
 template <class T>
 SK_DEVICE T rnn_operand(float h, const float* factor, bool reset, bool half) {
   if (reset) return T{};
@@ -131,21 +110,22 @@ struct RnnForwardScan {
   bool backwards;
   int first_row;
   int length[COLUMNS];
-  // Bits, from the lowest: which columns are reset before this step, which before the next; which slots are `here`.
+  // Bits, lowest first: columns that are reset before this step; columns reset before the next; slots that are `here`.
   unsigned flags;
   float h[SLOTS], c[SLOTS], x[G][SLOTS], kept[R][SLOTS];
 
   SK_DEVICE explicit RnnForwardScan(const RnnForwardArgs& a) : args(a), scan(a.scan) {}
 
   SK_DEVICE int row(int slot) const { return first_row + team.row(slot); }
-  // Whether the lane's pair of that slot is this warp's, and in the layer.
+  // Whether this warp finishes the lane's pair of that slot, and the pair is in the layer and the batch.
   SK_DEVICE bool here(int slot) const { return flags >> (2 * COLUMNS + slot) & 1; }
-  // Of the lane's first pair: where it is in memory of (.., batch, hidden) behind `rows` rows. From there slot by slot.
+  // Index of the lane's first pair in a (.., batch, hidden) tensor, `rows` rows in. The other slots are offsets from
+  // it.
   SK_DEVICE int64_t first_at(int64_t rows) const { return (rows + row(0)) * scan.hidden + team.unit(0); }
   SK_DEVICE static int row_of(int slot) { return 8 * (slot / 4) + slot % 2; }
   SK_DEVICE static int unit_of(int slot) { return 8 * (slot / 2 % 2); }
 
-  // Block (rank, team): a team takes a tile of the batch in one direction after the other.
+  // Block (rank, team). A team takes tiles of the batch in turn, one direction after the other.
   SK_DEVICE void run() {
     const int tiles = (scan.batch + Team::ROWS - 1) / Team::ROWS;
     SK_SHARED(shared);
@@ -162,14 +142,14 @@ struct RnnForwardScan {
       backwards = rnn_backwards(scan, d);
       first_row = tile % tiles * Team::ROWS;
       const bool ran = sequence();
-      tile = d * tiles + first_row / Team::ROWS;  // what it is; so it need not be kept meanwhile
+      tile = d * tiles + first_row / Team::ROWS;  // recomputed, so that it need not be kept in a register meanwhile
       if (ran && tile + static_cast<int>(gridDim.y) < tiles * scan.directions) team.renew();
     }
     team.end();
   }
 
-  // Biases and what the norms have, of this block's units: every step reads them, and in a cluster its wait empties the
-  // first-level cache. Behind a barrier, and before that of `start`.
+  // Biases and norm parameters of this block's units, into shared memory: every step reads them, and in a cluster each
+  // wait invalidates L1. Call after a barrier, and before that of `start`.
   SK_DEVICE void load_parameters() const {
     const int units = args.shape.groups * kRnnGroup, columns = (2 * G + (CELL == kRnnLstm ? 2 : 0));
     const int count = R + (scan.norm == nullptr ? 0 : columns);
@@ -183,9 +163,9 @@ struct RnnForwardScan {
     }
   }
 
-  // Whether there was a step.
+  // Runs a tile's sequences; whether there was a step.
   SK_DEVICE bool sequence() {
-    // Nothing runs at times that no row of the tile has.
+    // Steps that no row of the tile has are skipped.
     int longest = 0;
 #pragma unroll 1
     for (int r = 0; r < Team::ROWS; ++r) longest = max(longest, rnn_length(scan, first_row + r));
@@ -233,7 +213,7 @@ struct RnnForwardScan {
     return begin < end;
   }
 
-  // Every block makes the whole of it.
+  // Every block writes the whole first operand.
   SK_DEVICE void first_operand(int t) {
 #pragma unroll 1
     for (int at = threadIdx.x; at < Team::ROWS * scan.hidden; at += blockDim.x) {
@@ -278,7 +258,7 @@ struct RnnForwardScan {
       }
     }
   }
-  // A bit for each column.
+  // A bit for each column that is reset before the step.
   SK_DEVICE unsigned resets_at(int step) const {
     unsigned bits = 0;
     if (scan.resets == nullptr || step >= scan.steps) return bits;
@@ -291,7 +271,7 @@ struct RnnForwardScan {
     return bits;
   }
 
-  // Where zoneout keeps the old value: a bit for each slot, of h and then of c.
+  // A bit for each slot whose old value zoneout keeps: of h, then of c.
   SK_DEVICE unsigned stays_at(int t) const {
     unsigned bits = 0;
 #pragma unroll 1
@@ -302,8 +282,8 @@ struct RnnForwardScan {
     return bits;
   }
 
-  // Layer norm of N numbers a pair over all units of the layer: mean and centred squares of each block by themselves,
-  // then those of all blocks joined in their order (Chan, Golub & LeVeque 1983), so that one exchange is enough.
+  // Layer norm of N numbers a pair over all units of the layer. Each block computes its own mean and centred squares;
+  // those of all blocks are merged in order (Chan, Golub & LeVeque 1983), so one exchange is enough.
   template <int N>
   SK_DEVICE void normalise(int kind, float (&v)[N][SLOTS], const float* weight, const float* bias, int units) {
     const float own = static_cast<float>(N * team.units_of(team.rank));
@@ -366,7 +346,7 @@ struct RnnForwardScan {
     }
   }
 
-  // What comes behind the product. The next operand is staged.
+  // Everything after the product; stages the next operand.
   SK_DEVICE void cells(float (&sums)[G][SLOTS], int t) {
     const int units = args.shape.groups * kRnnGroup;
     const float* bias =
@@ -404,7 +384,7 @@ struct RnnForwardScan {
 #pragma unroll
       for (int k = 0; k < R; ++k) kept[k][slot] = a[k];
     }
-    if constexpr (CELL == kRnnLstm) {  // sums[0] is c~, and becomes what tanh takes
+    if constexpr (CELL == kRnnLstm) {  // sums[0] is c~ and becomes the argument of tanh
       float (&seen)[1][SLOTS] = *reinterpret_cast<float (*)[1][SLOTS]>(&sums[1]);
 #pragma unroll
       for (int slot = 0; slot < SLOTS; ++slot) seen[0][slot] = sums[0][slot];
@@ -413,7 +393,7 @@ struct RnnForwardScan {
     settle(sums, t);
   }
 
-  // Zoneout, and the states of those that are active.
+  // Applies zoneout and updates the states of active rows.
   SK_DEVICE void settle(const float (&sums)[G][SLOTS], int t) {
     const bool zones = scan.expected || scan.seed != nullptr;
     const unsigned stays = scan.seed == nullptr ? 0 : stays_at(t);

@@ -1,9 +1,9 @@
-// Which tier of the persistent scans serves a problem on a device, and how it divides the work: block, cluster, grid,
-// or none of them (then the layer goes step by step, kernels/rnn/rnn.py). Host code.
+// Plans the persistent scans: which tier (block, cluster or grid) runs a layer on a device, and how it divides the
+// work. If none can, the layer runs step by step (kernels/rnn/rnn.py). Host code.
 //
-// Chosen by the limits of the device and what its occupancy queries say. The batch decides how many teams there are,
-// and whether a tile has 8 or 16 of its rows, but not the order of any sum: every bit of a result is the same whatever
-// else is in the batch.
+// The choice depends on the device's limits and its occupancy queries. The batch decides the number of teams and
+// whether a tile has 8 or 16 rows, but never the order of a sum: every bit of a result is the same whatever else is in
+// the batch.
 #pragma once
 
 #include <algorithm>
@@ -25,19 +25,19 @@ struct RnnPlanRequest {
   int hidden, element;  // element: bytes
   int gates;
   bool norm;
-  std::string tier;        // "auto", or the only one that may serve
-  const void* kernels[2];  // for tiles of 8 and of 16 rows: for the occupancy queries
+  std::string tier;        // "auto", or the only tier allowed
+  const void* kernels[2];  // of tiles of 8 and 16 rows, for the occupancy queries
 };
 
 struct RnnPlan {
   bool served = false;
   RnnTeamShape shape{};
-  int rows = 8;       // of a tile of the batch
-  int64_t teams = 0;  // that are launched
-  std::string why;    // a sentence
+  int rows = 8;       // of the batch, in a tile
+  int64_t teams = 0;  // launched
+  std::string why;    // a sentence for `explain`
 };
 
-constexpr int kRnnWarps = 8;  // of a block, at most
+constexpr int kRnnWarps = 8;  // most warps of a block
 
 inline const char* rnn_tier_name(RnnTier tier) {
   return tier == RnnTier::block ? "block" : tier == RnnTier::cluster ? "cluster" : "grid";
@@ -51,7 +51,7 @@ inline RnnTeamShape rnn_shape(const RnnPlanRequest& r, RnnTier tier, int blocks,
   return rnn_team_shape(tier, r.hidden, blocks, groups, parts, r.element, r.gates, 1, r.norm);
 }
 
-// More teams than a grid has rows take tiles in turn.
+// If there are more teams than rows in the grid, a team takes several tiles in turn.
 inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
   LaunchShape launch;
   launch.grid = dim3(static_cast<unsigned>(s.blocks), static_cast<unsigned>(std::min<int64_t>(teams, 65535)));
@@ -62,8 +62,8 @@ inline LaunchShape rnn_launch_shape(const RnnTeamShape& s, int64_t teams) {
   return launch;
 }
 
-// Clusters that the device holds at once, or, of a shape without them, blocks that a multiprocessor does. It is asked
-// once: that takes longer than some of the scans.
+// Clusters that the device holds at once or, without clusters, blocks that a multiprocessor holds. Cached: the query
+// takes longer than some scans.
 inline int rnn_residents(const char* op, const CudaDevice& device, const void* kernel, const LaunchShape& shape) {
   static std::mutex mutex;
   static std::map<std::array<int64_t, 8>, int> known;
@@ -97,7 +97,7 @@ inline std::string rnn_describe(const RnnTeamShape& s, const RnnPlanRequest& r, 
          " bytes of shared memory, " + std::to_string(rows) + " rows of the batch a team";
 }
 
-// With the device current.
+// The device must be current.
 inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
   SK_CHECK(r.tier == "auto" || r.tier == "block" || r.tier == "cluster" || r.tier == "grid", r.op,
            ": tier must be \"auto\", \"block\", \"cluster\" or \"grid\", got \"", r.tier, "\"");
@@ -112,7 +112,7 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
     plan.shape = s;
     plan.rows = 8;
     if (r.kernels[1] != nullptr && r.batch > 8 &&
-        r.directions * ((r.batch + 7) / 8) > at_once) {  // rather larger tiles than one after the other
+        r.directions * ((r.batch + 7) / 8) > at_once) {  // larger tiles rather than tiles in turn
       const RnnTeamShape wide =
           rnn_team_shape(s.tier, r.hidden, s.blocks, s.groups, s.parts, r.element, r.gates, 2, r.norm);
       if (const int64_t n = room(wide, r.kernels[1]); n > 0) {
@@ -139,7 +139,7 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
   }
 
   if (asked("cluster")) {
-    // The fewest blocks that hold all weights in registers, else as many as there may be.
+    // The fewest blocks that hold all weights in registers; otherwise the most there may be.
     RnnTeamShape best{};
     int64_t at_once = 0;
     for (int blocks = 2; blocks <= device.max_cluster && (blocks == 2 || blocks < 2 * groups); blocks *= 2) {
@@ -167,7 +167,7 @@ inline RnnPlan rnn_plan(const CudaDevice& device, const RnnPlanRequest& r) {
   return plan;
 }
 
-// Of the backward scan: backward.cu.
+// The plan of the backward scan (backward.cu).
 RnnPlan rnn_plan_backward(const Tensor& w_hh, int cell, bool norm, const std::string& tier);
 
 }  // namespace seqkern

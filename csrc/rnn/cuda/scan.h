@@ -1,4 +1,4 @@
-// What the host sides of both recurrent scans in CUDA C++ check, and hand to their kernels alike.
+// Checks and arguments that the host sides of both CUDA C++ recurrent scans share.
 #pragma once
 
 #include <optional>
@@ -17,7 +17,7 @@ T* writable_or_null(const MaybeTensor& t) {
   return t ? static_cast<T*>(t->mutable_data_ptr()) : nullptr;
 }
 
-// Of tensors beside w_hh: contiguous unless only their last dimension has to be.
+// Checks tensors beside w_hh: contiguous, or with `any_strides` only in the last dimension.
 struct RnnScanChecks {
   const char* op;
   const Tensor& w_hh;
@@ -49,7 +49,7 @@ inline int64_t norm_columns_of(int cell, int64_t hidden) {
   return 2 * rnn_gates(cell) * hidden + (cell == kRnnLstm ? 2 * hidden : 0);
 }
 
-// The sizes are those of w_hh (directions, gates, hidden), steps and batch.
+// w_hh gives the sizes (directions, gates, hidden).
 inline RnnScan checked_scan(const RnnScanChecks& check, const RnnScanOptions& o, int64_t steps, int64_t batch) {
   const int64_t D = check.w_hh.size(0), H = check.w_hh.size(2);
   const char* op = check.op;

@@ -1,44 +1,43 @@
-// The teams of the persistent forward scan: how the recurrent weights are divided over thread blocks and warps, held on
-// chip, and multiplied with h. Torch-free.
+// The teams of the persistent forward scan: how thread blocks and warps divide the recurrent weights, hold them on chip
+// and multiply them with h. Torch-free.
 //
-// The idea. Every step multiplies the same weights with the h that the step before made. A team of thread blocks owns
-// one direction and a tile of ROWS = 8 NT rows of the batch. The weights are divided over its blocks once and stay on
-// chip for the whole sequence; only h travels (exchange.cuh). Block r owns units [16 groups r, 16 groups (r +
-// 1)), and computes, for the G gates of a unit,
+// The idea. Every step multiplies the same weights with the h of the step before. A team of thread blocks owns one
+// direction and a tile of ROWS = 8 NT rows of the batch. Its blocks divide the weights once and keep them on chip for
+// the whole sequence; only h travels (exchange.cuh). Block r owns the hidden units [16 groups r, 16 groups (r
+// + 1)) and computes, for each of the G gates of a unit,
 //
 //     sums[gate][unit][row] = sum over k of A[gate][unit][k] X[k][row]
 //
-// where X is h, its rows of the batch as columns, and k runs over all units of the team, padded with zeros.
+// where X is h with rows of the batch as columns, and k runs over all units of the team, padded with zeros.
 //
-// Division. A group is 16 units; a gate of it is the M of mma m16n8k16, and the batch is N. `parts` warps share a
-// group, each a part of k, and add up through shared memory, in their order. A lane owns, of its group, units lane / 4
-// and that
-// + 8, and rows 2 (lane % 4) and the next of every 8: all gates of a pair (unit, row) come out in one lane, and with
-// one part stay in its registers. Its pairs are SLOTS = 4 NT; slot s is unit half (s / 2) % 2, row 8 (s / 4) + s % 2.
-// With several parts, warp `part` finishes the slots s % parts == part.
+// Division. A group is 16 units: for each gate the M of mma m16n8k16; the batch is N. `parts` warps share a group; each
+// takes a part of k, and the parts are added in order through shared memory. A lane owns, of its group, units lane / 4
+// and lane / 4 + 8, and of every 8 rows 2 (lane % 4) and the next. All gates of a pair (unit, row) are thus in one lane
+// and, with one part, stay in its registers. Its pairs are SLOTS = 4 NT: slot s is unit half (s / 2) % 2, row 8 (s / 4)
+// + s % 2. With several parts, warp `part` finishes the slots with s % parts == part.
 //
-// Fragments. A lane reads 8 neighbouring units of X, 16 bytes, as the two B fragments of 16 k each: in what order the
-// mma counts k is free as long as A says the same, and A then is 16 neighbouring bytes of a row of w_hh.
+// Fragments. A lane reads 8 neighbouring units of X, 16 bytes, as the two B fragments of 16 k each. The order in which
+// the mma counts k is free as long as A uses the same one; a lane's A is then 16 neighbouring bytes of a row of w_hh.
 //
-// Weights. 1 KB for a gate and a chunk, in either type. Of 16 bits, HELD chunks a warp are in registers (128 of them a
-// lane, 64 with NT = 2), the rest in shared memory as ready fragments. float32 has no tensor cores with its exactness:
-// fused multiply-adds, 4 k at a time, all weights in shared memory.
+// Weights. 1 KB for a gate and a chunk, in either type. Of 16-bit weights, HELD chunks a warp are in registers (128 a
+// lane, 64 with NT = 2), the rest in shared memory as ready fragments. float32 does not use tensor cores, which are
+// less exact: fused multiply-adds, 4 k at a time, all weights in shared memory.
 //
 // How a kernel uses it:
 //
 //     RnnTeam<T, G, NT> team;
-//     team.begin(shape, shared, rank, mailbox);      // once: all threads
+//     team.begin(shape, shared, rank, mailbox);      // once; all threads
 //     team.load_weights(weights);                    // 16 bytes of A: weights(gate, unit, k)
-//     for all k, rows: *team.operand(k, row) = ...;  // the first operand, whole, by each block; zeros are there
+//     for all k, rows: *team.operand(k, row) = ...;  // each block writes the whole first operand; it starts as zeros
 //     team.start();
 //     for each step:
 //       team.product(sums, half);                    // reads operand number `turn`
-//       team.finish(sums);                           // now sums[gate][slot] are complete where team.owns(slot)
-//       if owns(slot): team.stage(slot, value);      // every slot that is owned, padding too (0)
+//       team.finish(sums);                           // sums[gate][slot] are complete where team.owns(slot)
+//       if owns(slot): team.stage(slot, value);      // every owned slot, padding too (0)
 //       team.publish();                              // turn += 1
 //       (stores and loads that nobody waits for)
-//       team.wait();                                 // the operand number `turn` is here
-//     team.renew() before the next tile of the batch, team.end() behind the last.
+//       team.wait();                                 // operand number `turn` is here
+//     team.renew() before the next tile of the batch, team.end() after the last.
 //
 // Sums over all units of a row (layer norm): team.block_sum, then team.share and team.shared_pair.
 #pragma once
@@ -55,22 +54,21 @@ struct RnnTeam : RnnExchange<T, NT> {
   using Base::owns, Base::first_unit, Base::row_of, Base::buffer, Base::clear_operands;
   using Base::shape, Base::shared, Base::lane, Base::warp, Base::part, Base::turn;
   static constexpr int HELD = rnn_held(ELEMENT, G, NT);
-  static constexpr bool TWO = ELEMENT == 2 && G * NT <= 2;  // chains of sums, where one would wait for itself
+  static constexpr bool TWO = ELEMENT == 2 && G * NT <= 2;  // two accumulators: one mma would wait for the one before
 
-  uint4 held[HELD > 0 ? HELD : 1][HELD > 0 ? G : 1][2];  // A, in fragments
+  uint4 held[HELD > 0 ? HELD : 1][HELD > 0 ? G : 1][2];  // A, as fragments
 
   // ---- weights -----------------------------------------------------------------------------------------------------
 
-  // weights(gate, unit, k) gives A[gate][unit][k ... k + PIECE - 1] as it lies in memory, zeros where `unit` or a k is
-  // not below `hidden`.
-  // All threads; the operands are zero afterwards.
+  // weights(gate, unit, k) returns A[gate][unit][k ... k + PIECE - 1] as in memory, zeros where `unit` or a k is not
+  // below `hidden`. All threads call it; afterwards the operands are zero.
   template <class Weights>
   SK_DEVICE void load_weights(const Weights& weights) {
     const int count = own_chunks();
     __syncthreads();
     if constexpr (HELD > 0) {
-      // By way of the memory that later is the operands': the loop that loads stands there once for a chunk. A
-      // lane reads what it wrote.
+      // Through the memory that later holds the operands, so that the loading loop is compiled once and not unrolled
+      // for every register. A lane reads only what it wrote.
       uint4* way = reinterpret_cast<uint4*>(shared + shape.operand + 1024 * G * warp);
 #pragma unroll
       for (int i = 0; i < HELD; ++i) {
@@ -91,7 +89,7 @@ struct RnnTeam : RnnExchange<T, NT> {
     clear_operands();
     __syncthreads();
   }
-  // A chunk of A as the product reads it, G KB. Of 16 bits: the two fragments of a lane, [fragment][lane]. float:
+  // Loads a chunk of A, G KB, in the product's layout: of 16 bits a lane's two fragments, [fragment][lane]; of float
   // [k / 4][unit].
   template <class Weights>
   SK_DEVICE void load_chunk(const Weights& weights, int i, uint4* to) const {
@@ -112,7 +110,7 @@ struct RnnTeam : RnnExchange<T, NT> {
   }
   // ---- the product -------------------------------------------------------------------------------------------------
 
-  // half: of 16 bits, whether they are float16.
+  // half: whether 16-bit elements are float16.
   SK_DEVICE void product(float (&sums)[G][SLOTS], bool half) const {
     if (ELEMENT == 2 && half) {
       product_of<Half>(sums);
@@ -192,7 +190,7 @@ struct RnnTeam : RnnExchange<T, NT> {
     }
   }
 
-  // Adds the parts up, in their order.
+  // Adds the parts in order.
   SK_DEVICE void finish(float (&sums)[G][SLOTS]) const {
     if (shape.parts == 1) return;
     float* partial = reinterpret_cast<float*>(shared + shape.partial) + lane;
@@ -225,7 +223,7 @@ struct RnnTeam : RnnExchange<T, NT> {
     const int kept = (warp * (shape.per_warp - HELD) + i - HELD) * G + gate;
     return reinterpret_cast<uint4*>(shared + shape.weights + 1024 * kept);
   }
-  // Two fragments of 16 k: the halves of 16 neighbouring bytes of X.
+  // Multiplies two fragments of 16 k, which are the halves of 16 neighbouring bytes of X.
   template <class As>
   SK_DEVICE static void multiply(float (&d)[NT][4], float (&e)[NT][4], uint4 first, uint4 second,
                                  const uint4 (&b)[NT]) {

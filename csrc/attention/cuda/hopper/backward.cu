@@ -1,4 +1,4 @@
-// The backward pass of attention on Hopper, host side: what it serves, memory, tensor maps, launches.
+// The backward pass of attention on Hopper, host side: what it serves, workspaces, tensor maps, launches.
 #include <algorithm>
 
 #include "attention/cuda/launch.h"
@@ -13,7 +13,7 @@ using namespace attention_backward_hopper;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of float32 or of 32-bit words; torch's memory.
+// A float32 or 32-bit integer workspace, allocated by torch.
 Tensor workspace(const Tensor& like, int64_t numbers) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(&numbers, 1), ScalarType::Float);
 }
@@ -58,7 +58,7 @@ Backward arguments(const AttentionBackwardCuda& b, int rows) {
                                            : int64_t{c.sequences} * ceil_div(c.max_queries, rows);
   return p;
 }
-// Tiles of queries, of all heads and sequences.
+// The grid over tiles of queries of all heads and sequences.
 LaunchShape plain_shape(const AttentionCuda& c, int rows) {
   const int64_t tiles = ceil_div(c.max_queries, rows) * c.heads * c.sequences;
   return {dim3(static_cast<unsigned>(tiles)), dim3(kPlainThreads)};
@@ -90,7 +90,7 @@ struct Launcher {
     LaunchShape shape{dim3(static_cast<unsigned>(blocks)), dim3(L::kThreads), static_cast<size_t>(L::kBytes)};
     p.apart = c.low == -kAttentionFar && c.high == kAttentionFar && p.order.blocks > 1 &&
               blocks <= cuda_device(call.like).multiprocessors;
-    shape.all_resident = p.apart;  // they wait for each other
+    shape.all_resident = p.apart;  // blocks wait for each other
     launch(call.op, statistics_kernel<T, kDim, L::kQueries>, plain_shape(c, L::kQueries), call.stream, p);
     launch(call.op, backward_kernel<T, kDim>, shape, call.stream, maps_of(call, b, L::kQueries, L::kKeys), p);
     launch(call.op, convert_kernel<T, kDim>, plain_shape(c, L::kQueries), call.stream, p);
@@ -98,7 +98,7 @@ struct Launcher {
   }
 };
 
-// Two kernels that each own what they write.
+// Head dimensions above 128: two kernels, each of which owns what it writes.
 template <class T>
 struct Launcher<T, 256> {
   static void run(const AttentionCall& call, const AttentionBackwardCuda& b) {
@@ -115,7 +115,7 @@ struct Launcher<T, 256> {
       return LaunchShape{dim3(static_cast<unsigned>(p.order.pairs * p.order.blocks)), dim3(kWideThreads),
                          static_cast<size_t>(bytes)};
     };
-    // Under a causal mask the first keys and the last queries have most to do.
+    // Under a causal mask the first keys and the last queries are the longest tiles.
     p.order = attention_order(c.sequences, c.kv_heads, 1, c.max_keys, WideKeys::kKeys,
                               int64_t{2} * c.max_queries * group * columns, false, 90);
     launch(call.op, wide_keys_kernel<T>, shape(WideKeys::kBytes), call.stream, maps, p);
@@ -126,7 +126,7 @@ struct Launcher<T, 256> {
   }
 };
 
-// Every instance there is.
+// Every instance.
 using Run = void (*)(const AttentionCall&, const AttentionBackwardCuda&);
 struct Instance {
   Dtype dtype;

@@ -1,47 +1,40 @@
 // The backward pass of attention for compute capability 9.0, head dimensions up to 128: bfloat16 and float16, the
-// equations of kernels/attention/attention.py without what changes a score. Larger ones: backward_wide.cuh.
+// equations of kernels/attention/attention.py without options on the scores. Larger ones:
+// backward_wide.cuh.
 //
-// The idea (FlashAttention-3: Shah et al. 2024). A block of threads owns a block of keys: each of its warpgroups 64 of
-// them, with dK and dV in registers, and walks the queries that see them, 64 at a time, of all heads that share the
-// keys. Everything is transposed, so that what becomes an operand has an operand's layout in registers already:
+// The idea (FlashAttention-3: Shah et al. 2024). A thread block owns a block of keys, each of its warpgroups 64 of them
+// with dK and dV in registers. It walks the queries that see the keys, 64 at a time, of all heads that share them.
+// Products are transposed, so that what becomes an operand already has an operand's register layout:
 //
-//    S^T = K Q^T    P^T = 2^(c S^T - lse)            c = scale log2(e), lse in powers of two
-//    dP^T = V dO^T  dS^T = P^T (dP^T - delta)        delta = rows' sum of dO O, less dlse
-//    dV += P^T dO   dK += dS^T Q                     P^T and dS^T from registers
-//    dQ = dS K                                       dS from shared memory, over the keys of all warpgroups
+//     S^T = K Q^T    P^T = 2^(c S^T - lse)            c = scale log2(e), lse in base 2
+//     dP^T = V dO^T  dS^T = P^T (dP^T - delta)        delta = rows' sum of dO O, less dlse
+//     dV += P^T dO   dK += dS^T Q                     P^T and dS^T from registers
+//     dQ = dS K                                       dS from shared memory, over the keys of all warpgroups
 //
-// One kernel before makes lse and delta of every query (what a row of nothing contributes is 0: lse is +inf there),
-// one warp asks TMA for queries and dO in a ring of two places, one brings lse and delta along.
+// A kernel before this one computes lse and delta of every query (lse is +inf for a row that sees nothing, so that it
+// contributes 0). A producer warp loads queries and dO by TMA into a ring of two stages, another one lse and delta.
 //
-// dQ belongs to no block. Its float32 sums of 64 queries lie in a workspace, a tile of them in one piece, in the order
-// of the registers. A block adds its share by one bulk addition from shared memory, in a fixed order: blocks of later
-// keys first. A counter for every tile says how many have added; a block waits until it is its turn. Blocks take their
-// keys in the same order, by a ticket: who is waited for has started, and under a causal mask has passed by already,
-// because later keys begin with later queries (shortest first). Without a mask the blocks of a head would begin one
-// step after the other, the last of n idle for n - 1 of them. So, where all of a call are resident at once (a
-// cooperative launch), they begin apart and add in the order in which they come by; a call of more blocks is full
-// without that. The same bits every run, whatever the schedule. A last kernel scales dQ and rounds it.
+// dQ belongs to no block. Its float32 sums are in a workspace, one contiguous tile for 64 queries, in register order. A
+// block adds its share by one bulk addition from shared memory, in a fixed order: blocks of later keys first. A counter
+// for each tile says how many blocks have added; a block waits for its turn. Blocks take their keys in the same order,
+// by a ticket, so a block that others wait for has started. Under a causal mask it has even passed by: later keys start
+// with later queries (shortest first). Without a mask the blocks of a head would start one step after the other, the
+// last of n idle for n - 1 steps. So where all blocks of a call are resident at once (a cooperative launch), they start
+// with different queries and add in the order in which they pass; a call of more blocks fills the GPU without that. The
+// same bits every run, whatever the schedule. A last kernel scales dQ and rounds it.
 //
-// What overlaps: P while dP^T is made, dS while dV is, the barrier before dQ and the staging of dQ while dK and the
-// next S^T are. Warps that write dQ take turns, two of them: one's sums are on their way while the other looks for its
-// turn. At D 128 the two warpgroups make 64 columns of dQ each; at D 64 three take turns, because 64 columns shared by
-// three are no shape for a product.
+// Overlap: P is computed during dP^T, dS during dV; the barrier before dQ, and the staging of dQ, during dK and the
+// next S^T. Two writer warps alternate: one's sums are in flight while the other waits for its turn. At D 128 the two
+// warpgroups compute 64 columns of dQ each. At D 64 three warpgroups take turns, because 64 columns divided by three is
+// no shape for a product.
 //
-// What lies behind a sequence or a length may be NaN: see Bringer. Keys that nobody sees get zeros.
+// Rows after a sequence or a length may be NaN: see Producer. Keys that nobody sees get zeros.
 //
-//             keys x queries   warpgroups   registers    shared memory
-//    D  64       192 x 64          3        160 and 32      148 672
-//    D 128       128 x 64          2        240 and 24      197 824
+//                keys x queries   warpgroups   registers    shared memory
+//       D  64       192 x 64          3        160 and 32      148 672
+//       D 128       128 x 64          2        240 and 24      197 824
 //
-// FLOP: 10 D a visible pair. Shared memory is the narrowest place: at D 128 a step moves 368 KiB for its five products,
-// 2944 cycles at 128 bytes each, where the products take 2560 (D 64: 264 KiB, 2112 and 1920). The sums of dQ: 32 KiB a
-// step, 12.8 bytes a cycle and multiprocessor to the second-level cache at full speed (D 64: 8.5).
-//
-// What was tried, by the assembler's report: 128 queries at D 64 with two warpgroups spilled 120 bytes and serialised
-// the products; three with P as an operand before dS was made spilled 48 to 64 bytes at 160 registers; at D 128 232
-// registers spilled 16 bytes, and the producer's 24 spilled 76 until statistics and dQ had warps of their own and the
-// block's numbers lay in shared memory. Sums that are read behind the loop's edge, or behind a branch, before all
-// products are waited for serialise everything (C7514): so the next scores are asked for once more after the last.
+// FLOP: 10 D a visible pair. NOTES.md has the limits of shared memory and L2, and what was tried.
 #pragma once
 
 #include "backward_parts.cuh"
@@ -49,13 +42,13 @@
 namespace seqkern {
 namespace attention_backward_hopper {
 
-// Named barriers; kSumsFull is one for each writer.
+// Named barriers. kSumsFull: one for each writer warp.
 constexpr int kScoresWritten = 1, kSumsFull = 2, kSumsEmpty = 4;
 
-// Tiles and where they lie in shared memory.
+// Tiles and their offsets in shared memory.
 template <int kDim>
 struct Layout {
-  // Warpgroups make dQ in turns, all of it, where its 64 columns are too few to share.
+  // Warpgroups take turns at a whole dQ tile, where its 64 columns are too few to share.
   static constexpr bool kTurns = kDim == 64;
   static constexpr int kConsumers = kTurns ? 3 : 2;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
@@ -63,9 +56,9 @@ struct Layout {
   static constexpr int kKeys = kConsumers * 64, kQueries = 64;
   static constexpr int kColumns = kDim / 64;
   static constexpr int kWriterThreads = kColumns * kWarpgroup + 32;
-  static constexpr int kKeyTile = kKeys * kTileRow, kQueryTile = kQueries * kTileRow;  // bytes, of 64 columns
+  static constexpr int kKeyTile = kKeys * kTileRow, kQueryTile = kQueries * kTileRow;  // bytes of 64 columns
   static constexpr int kKeyBytes = kColumns * kKeyTile, kQueryBytes = kColumns * kQueryTile;
-  static constexpr int kScoreBytes = kKeyTile;  // rows of keys, 64 queries
+  static constexpr int kScoreBytes = kKeyTile;  // rows of keys, 64 queries each
   static constexpr int kSumBytes = kQueries * kDim * 4, kSumFloats = kQueries * kDim;
 
   static constexpr int kKey = 0, kValue = kKeyBytes, kQuery = kValue + kKeyBytes;
@@ -75,10 +68,10 @@ struct Layout {
   static constexpr int kBytes = kWork + kWorkBytes;
 };
 
-// ---- who takes the gradients of queries away -----------------------------------------------------------------------
+// ---- writer warps: sums of dQ --------------------------------------------------------------------------------------
 
-// Adds the block's share of dQ, when it is its turn: blocks of later keys first. Two warps take the blocks of queries
-// in turns: while the sums of one are still on their way to memory, the next one's are sent.
+// Adds the block's share of dQ in its turn: blocks of later keys first. Two warps alternate between blocks of queries:
+// while the sums of one are still on their way to memory, the other sends the next.
 template <int kDim>
 SK_DEVICE void write_sums(const Backward& p, const Work& w, const unsigned char* shared, int writer, int lane) {
   using L = Layout<kDim>;
@@ -117,8 +110,7 @@ SK_DEVICE void write_sums(const Backward& p, const Work& w, const unsigned char*
   }
 }
 
-// Sums of 64 x 64 of dQ by a warpgroup, for the writer: in the registers' order, which is nobody else's concern but
-// that of convert_kernel.
+// Stages a warpgroup's 64 x 64 sums of dQ for the writer, in register order, which only convert_kernel has to know.
 template <class L>
 SK_DEVICE void stage_sums(unsigned char* shared, const float (&dq)[32], int part, int writer, int thread) {
   float4* sums = reinterpret_cast<float4*>(shared + L::kSums) + part * 8 * kWarpgroup + thread;
@@ -130,7 +122,7 @@ SK_DEVICE void stage_sums(unsigned char* shared, const float (&dq)[32], int part
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// A warpgroup's 64 keys, all queries that see them.
+// A warpgroup's 64 keys with all queries that see them.
 template <class T, int kDim>
 SK_DEVICE void consume(const Backward& p, const Work& w, unsigned char* shared, int group, int thread) {
   using L = Layout<kDim>;
@@ -175,14 +167,14 @@ SK_DEVICE void consume(const Backward& p, const Work& w, unsigned char* shared, 
       add_product<T, kDim, kSteps>(dv, probability, grad_out, L::kQueryTile);
       wgmma_commit();
       wgmma_wait<1>();
-    } else {  // registers are few: P is an operand when it is nothing else any more
+    } else {  // few registers: P becomes an operand only after dS, its last other use
       wgmma_wait<0>();
     }
     wgmma_pin(dp);
     score_gradients<kQueries>(dp, s, statistics + kQueries, thread);
     as_operand<T, kQueries>(gradient, dp);
 #pragma unroll
-    for (int k = 0; k < 2 * kSteps; ++k) {  // eight queries, a chunk
+    for (int k = 0; k < 2 * kSteps; ++k) {  // eight queries: one chunk
       unsigned char* to = scores + row * kTileRow + (k ^ row % 8) * 16 + thread % 4 * 4;
       *reinterpret_cast<uint32_t*>(to) = gradient[k / 2][k % 2 * 2];
       *reinterpret_cast<uint32_t*>(to + 8 * kTileRow) = gradient[k / 2][k % 2 * 2 + 1];
@@ -196,8 +188,9 @@ SK_DEVICE void consume(const Backward& p, const Work& w, unsigned char* shared, 
     named_barrier_sync(kScoresWritten, L::kConsumers * kWarpgroup);
 
     const bool last = ++done == total;
-    // The next scores. After the last queries theirs once more: a branch here costs the overlap of the products.
-    const auto ask = [&] {
+    // Issues the next scores. After the last queries it repeats theirs: a branch here would end the overlap of the
+    // products.
+    const auto issue_next_scores = [&] {
       if (thread % 32 == 0) mbarrier_arrive(barriers.empty + ring.stage);
       if (!last) {
         ring.next();
@@ -214,7 +207,7 @@ SK_DEVICE void consume(const Backward& p, const Work& w, unsigned char* shared, 
                                                L::kKeyTile);
       wgmma_commit();
       wgmma_wait<1>();
-      ask();
+      issue_next_scores();
       wgmma_wait<1>();
       wgmma_pin(dq);
       if (done > 1) named_barrier_sync(kSumsEmpty, L::kWriterThreads);
@@ -222,7 +215,7 @@ SK_DEVICE void consume(const Backward& p, const Work& w, unsigned char* shared, 
       wgmma_wait<0>();
     } else {
       wgmma_wait<0>();
-      ask();
+      issue_next_scores();
       wgmma_wait<0>();
     }
     n = n + 1 == w.visits.count ? 0 : n + 1;
@@ -256,7 +249,7 @@ __global__ __launch_bounds__(Layout<kDim>::kThreads, 1) void backward_kernel(con
     if (warp == 0) {
       produce<L>(p, w, shared, maps, lane);
     } else if (warp == 1) {
-      bring_statistics<L>(p, w, shared, lane);
+      produce_statistics<L>(p, w, shared, lane);
     } else {
       write_sums<kDim>(p, w, shared, warp - 2, lane);
     }
@@ -267,7 +260,7 @@ __global__ __launch_bounds__(Layout<kDim>::kThreads, 1) void backward_kernel(con
 #endif
 }
 
-// dQ in its own dtype, from the sums as the warpgroups wrote them.
+// Converts the sums of dQ, in the order the warpgroups wrote, to its dtype.
 template <class T, int kDim>
 __global__ __launch_bounds__(kPlainThreads) void convert_kernel(const Backward p) {
 #if SK_HOPPER

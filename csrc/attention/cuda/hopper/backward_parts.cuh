@@ -1,9 +1,9 @@
-// The backward kernels for compute capability 9.0, what both of them are made of: tiles in shared memory and the warps
-// that bring them, products, scores, results.
+// Parts of both backward kernels for compute capability 9.0: tiles in shared memory and the producer warps that load
+// them, products, scores, results.
 //
-// A tile has rows of 64 elements, as TMA writes and wgmma reads them (common/cuda/hopper/device.cuh); a matrix with
-// more columns is several of them side by side. Rows are the summed index or run along it: the same tile of Q is an
-// operand of S^T and of dK.
+// A tile has rows of 64 elements, as TMA writes and wgmma reads them (device.cuh); a matrix with more columns is
+// several tiles side by side. The summed index runs along the rows or down them: the same tile of Q is an operand of
+// S^T and of dK.
 #pragma once
 
 #include "backward_rows.cuh"
@@ -15,7 +15,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kTileRow = 128;  // bytes
 constexpr int kStages = 2;
 
-// kRows rows of a head from `row` on, as tiles of 64 columns.
+// Loads kRows rows of a head from `row` on, as tiles of 64 columns.
 template <int kRows, int kColumns>
 SK_DEVICE void load_rows(unsigned char* tile, const TensorMap& map, uint64_t* barrier, int64_t row, int64_t head,
                          int64_t batch) {
@@ -26,17 +26,17 @@ SK_DEVICE void load_rows(unsigned char* tile, const TensorMap& map, uint64_t* ba
   }
 }
 
-// A matrix into shared memory by the producer's warp, one arrival at `full`. Rows from `rows` on that are there in
-// memory, of other sequences or behind a length, become 0: they may hold anything, and 0 NaN is NaN. TMA does that at
-// the end of the tensor alone, so the warp waits for it (at `own`) and writes the zeros.
-struct Bringer {
+// Loads a matrix into shared memory, with one arrival at `full`; called by the producer warp. Rows from `rows` on
+// belong to other sequences or lie after a length. They may hold NaN, and 0 NaN is NaN, so they become 0. TMA fills in
+// zeros only past the end of the tensor; otherwise the warp waits for TMA (at `own`) and writes the zeros.
+struct Producer {
   uint64_t* own;
   int lane;
   unsigned phase = 0;
 
   template <int kRows, int kColumns>
-  SK_DEVICE void bring(unsigned char* tile, const TensorMap& map, uint64_t* full, int64_t row, int rows,
-                       int64_t tensor_rows, int64_t head, int64_t batch) {
+  SK_DEVICE void load(unsigned char* tile, const TensorMap& map, uint64_t* full, int64_t row, int rows,
+                      int64_t tensor_rows, int64_t head, int64_t batch) {
     const bool cut = rows < kRows && row + rows < tensor_rows;
     uint64_t* barrier = cut ? own : full;
     if (lane == 0) {
@@ -61,11 +61,12 @@ struct Bringer {
   }
 };
 
-// Descriptors of the steps of a product differ by a constant, in units of 16 bytes: the address is their lowest field.
+// A product's descriptors differ by a constant from step to step, in multiples of 16 bytes: the address is the lowest
+// field.
 SK_DEVICE uint64_t row_step(int step, int tile_bytes) { return (step / 4 * tile_bytes + step % 4 * 32) / 16; }
 SK_DEVICE uint64_t column_step(int step) { return step * 2048 / 16; }
 
-// s = a b^T of tiles whose rows run along the summed index: 64 rows of a, N of b.
+// s = a b^T, summed along the tiles' rows: 64 rows of a, N of b.
 template <class T, int N, int kSteps>
 SK_DEVICE void product_of_rows(float (&s)[N / 2], const unsigned char* a, int a_tile, const unsigned char* b,
                                int b_tile) {
@@ -73,14 +74,14 @@ SK_DEVICE void product_of_rows(float (&s)[N / 2], const unsigned char* a, int a_
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) wgmma_ss<T, N, 0, 0>(s, a0 + row_step(k, a_tile), b0 + row_step(k, b_tile), k > 0);
 }
-// s = a^T b of tiles whose rows are the summed index: 64 columns of a, N of b.
+// s = a^T b, summed down the tiles' rows: 64 columns of a, N of b.
 template <class T, int N, int kSteps>
 SK_DEVICE void product_of_columns(float (&s)[N / 2], const unsigned char* a, const unsigned char* b, int b_tile) {
   const uint64_t a0 = mn_major_descriptor(a, 0, 0), b0 = mn_major_descriptor(b, 0, b_tile);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) wgmma_ss<T, N, 1, 1>(s, a0 + column_step(k), b0 + column_step(k), k > 0);
 }
-// sums += a b with a from registers, 16 columns in every four words, and b's rows the summed index.
+// sums += a b: a in registers, 16 columns in every four words; the summed index runs down b's rows.
 template <class T, int N, int kSteps>
 SK_DEVICE void add_product(float (&sums)[N / 2], const uint32_t (&a)[kSteps][4], const unsigned char* b, int b_tile) {
   const uint64_t b0 = mn_major_descriptor(b, 0, b_tile);
@@ -88,7 +89,7 @@ SK_DEVICE void add_product(float (&sums)[N / 2], const uint32_t (&a)[kSteps][4],
   for (int k = 0; k < kSteps; ++k) wgmma_rs<T, N, 1>(sums, a[k], b0 + column_step(k), true);
 }
 
-// The queries that see key j, and the keys that query i sees: `sees` of all pairs at once.
+// The queries that see key j, or the keys that query i sees: `sees` for all pairs at once.
 struct Seen {
   int first, last;
   SK_DEVICE bool holds(int n) const { return (n >= first) & (n <= last); }
@@ -98,8 +99,8 @@ SK_DEVICE Seen seen_of_key(const AttentionPlace& at, int j) {
 }
 SK_DEVICE Seen seen_of_query(const AttentionPlace& at, int i) { return {i + at.low, min(i + at.high, at.keys - 1)}; }
 
-// Scores of keys (rows of the warpgroup's 64) and queries (columns) become probabilities. Those that a band or a length
-// hides are 0, also where lse is so small that a hidden score would overflow.
+// Turns scores of keys (rows: the warpgroup's 64) and queries (columns) into probabilities. Hidden pairs become 0 even
+// if lse is so small that their scores would overflow.
 template <int kQueries>
 SK_DEVICE void probabilities(float (&s)[kQueries / 2], const AttentionPlace& at, const float* lse, float scale,
                              int key0, int query0, bool masked, int thread) {
@@ -120,7 +121,7 @@ SK_DEVICE void probabilities(float (&s)[kQueries / 2], const AttentionPlace& at,
     s[4 * n + 3] = power_of_two(fmaf(s[4 * n + 3], scale, -l.y));
   }
 }
-// dS / scale = P (dP - delta), in the place of dP.
+// dS / scale = P (dP - delta), in place of dP.
 template <int kQueries>
 SK_DEVICE void score_gradients(float (&dp)[kQueries / 2], const float (&p)[kQueries / 2], const float* delta,
                                int thread) {
@@ -133,14 +134,14 @@ SK_DEVICE void score_gradients(float (&dp)[kQueries / 2], const float (&p)[kQuer
     dp[4 * n + 3] = p[4 * n + 3] * (dp[4 * n + 3] - d.y);
   }
 }
-// Sums as the operand of the next product.
+// Rounds sums into the operand of the next product.
 template <class T, int N>
 SK_DEVICE void as_operand(uint32_t (&a)[N / 16][4], const float (&s)[N / 2]) {
 #pragma unroll
   for (int n = 0; n < N / 4; ++n) a[n / 4][n % 4] = narrow_pair<T>(s[2 * n], s[2 * n + 1]);
 }
 
-// Word n of lane q of a quad goes to lane n as its word q.
+// Word n of lane q of a quad becomes word q of lane n.
 SK_DEVICE void transpose_quad(uint32_t (&word)[4], int lane) {
 #pragma unroll
   for (int lanes = 1; lanes <= 2; lanes *= 2) {
@@ -155,7 +156,7 @@ SK_DEVICE void transpose_quad(uint32_t (&word)[4], int lane) {
   }
 }
 
-// 64 rows of sums of a warpgroup, times `scale`, into the rows of a result from `row0` on that are below `rows`.
+// Stores a warpgroup's 64 rows of sums, times `scale`, as rows `row0` ... of a result; only rows below `rows`.
 template <class T, int N>
 SK_DEVICE void store_sums(const float (&sums)[N / 2], const AttentionResult& result, int64_t batch, int64_t head,
                           int64_t first_row, int row0, int rows, int columns, float scale, int thread) {
@@ -179,7 +180,7 @@ SK_DEVICE void store_sums(const float (&sums)[N / 2], const AttentionResult& res
     }
   }
 }
-// Zeros instead, for keys that nobody sees.
+// Stores zeros instead, for keys that nobody sees.
 template <class T>
 SK_DEVICE void store_zeros(const AttentionResult& result, int64_t batch, int64_t head, int64_t first_row, int rows,
                            int columns, int thread, int threads) {
@@ -189,7 +190,7 @@ SK_DEVICE void store_zeros(const AttentionResult& result, int64_t batch, int64_t
   }
 }
 
-// A ring's place, and the parity of the phase that it is in.
+// A stage of the ring and the parity of its phase.
 struct Ring {
   int stage = 0;
   unsigned phase = 0;
@@ -201,7 +202,7 @@ struct Ring {
 // ---- keys, values, queries ----------------------------------------------------------------------------------------
 
 struct Barriers {
-  uint64_t *keys, *own, *full, *empty;  // the last two: kStages each
+  uint64_t *keys, *own, *full, *empty;  // full, empty: kStages each
   SK_DEVICE explicit Barriers(unsigned char* at) {
     keys = reinterpret_cast<uint64_t*>(at);
     own = keys + 1;
@@ -210,13 +211,13 @@ struct Barriers {
   }
 };
 
-// What a block has to do, in shared memory: few of it is worth a register for long.
+// A block's work, in shared memory: little of it is worth a register for long.
 struct Work {
   AttentionPlace at;
   Visits visits;
   Rotation rotation;
-  int kv_head, group, key0, start;  // start: of the blocks of queries, the first one that is visited
-  int64_t slot;                     // of the first query that the block meets, of the first head
+  int kv_head, group, key0, start;  // start: first visited block of queries
+  int64_t slot;                     // of the first query that the block visits, in the first head
 };
 
 constexpr int kWorkBytes = 128;
@@ -226,12 +227,12 @@ template <class L>
 SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, const Maps& maps, int lane) {
   const Barriers barriers(shared + L::kBarriers);
   const AttentionPlace& at = w.at;
-  Bringer bringer{barriers.own, lane};
+  Producer producer{barriers.own, lane};
   const int64_t row = at.key_row + w.key0;
   const int rows = at.keys - w.key0;
-  bringer.bring<L::kKeys, L::kColumns>(shared + L::kKey, maps.key, barriers.keys, row, rows, p.call.key_rows, w.kv_head,
+  producer.load<L::kKeys, L::kColumns>(shared + L::kKey, maps.key, barriers.keys, row, rows, p.call.key_rows, w.kv_head,
                                        at.batch);
-  bringer.bring<L::kKeys, L::kColumns>(shared + L::kValue, maps.value, barriers.keys, row, rows, p.call.key_rows,
+  producer.load<L::kKeys, L::kColumns>(shared + L::kValue, maps.value, barriers.keys, row, rows, p.call.key_rows,
                                        w.kv_head, at.batch);
   Ring ring;
 #pragma unroll 1
@@ -242,10 +243,10 @@ SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, 
       n = n + 1 == w.visits.count ? 0 : n + 1;
       mbarrier_wait(barriers.empty + ring.stage, ring.phase ^ 1);
       uint64_t* full = barriers.full + ring.stage;
-      bringer.bring<L::kQueries, L::kColumns>(shared + L::kQuery + ring.stage * L::kQueryBytes, maps.query, full,
+      producer.load<L::kQueries, L::kColumns>(shared + L::kQuery + ring.stage * L::kQueryBytes, maps.query, full,
                                               at.query_row + query0, at.queries - query0, p.call.query_rows, head,
                                               at.batch);
-      bringer.bring<L::kQueries, L::kColumns>(shared + L::kGradOut + ring.stage * L::kQueryBytes, maps.grad_out, full,
+      producer.load<L::kQueries, L::kColumns>(shared + L::kGradOut + ring.stage * L::kQueryBytes, maps.grad_out, full,
                                               at.query_row + query0, at.queries - query0, p.call.query_rows, head,
                                               at.batch);
       ring.next();
@@ -253,7 +254,7 @@ SK_DEVICE void produce(const Backward& p, const Work& w, unsigned char* shared, 
   }
 }
 template <class L>
-SK_DEVICE void bring_statistics(const Backward& p, const Work& w, unsigned char* shared, int lane) {
+SK_DEVICE void produce_statistics(const Backward& p, const Work& w, unsigned char* shared, int lane) {
   const Barriers barriers(shared + L::kBarriers);
   Ring ring;
   int64_t slot = w.slot;
@@ -273,7 +274,7 @@ SK_DEVICE void bring_statistics(const Backward& p, const Work& w, unsigned char*
   }
 }
 
-// The block's work and barriers, by one thread. `releases`: how many warps give a stage back.
+// Sets up the block's work and barriers; called by one thread. `releases`: warps that release a stage.
 template <class L>
 SK_DEVICE void set_up(const Backward& p, unsigned char* shared, const AttentionTile& tile, int releases) {
   Work& w = *reinterpret_cast<Work*>(shared + L::kWork);
@@ -296,7 +297,7 @@ SK_DEVICE void set_up(const Backward& p, unsigned char* shared, const AttentionT
   }
   mbarrier_fence_init();
 }
-// Zeros for keys that nobody sees; whether that is all there is to do.
+// Stores zeros for keys that nobody sees. Returns whether nothing is left to do.
 template <class T, class L>
 SK_DEVICE bool nobody_sees(const Backward& p, const Work& w, int thread, int threads) {
   if (w.visits.count > 0) return false;

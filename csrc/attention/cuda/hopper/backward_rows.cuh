@@ -1,5 +1,5 @@
-// The backward kernels for compute capability 9.0, what comes before and after their products: what they are told,
-// which block of keys meets which block of queries, lse and delta, the rows of results that belong to no sequence.
+// What the backward kernels for compute capability 9.0 need around their products: arguments, which block of keys
+// visits which block of queries, lse and delta, packed result rows of no sequence.
 #pragma once
 
 #include "attention/cuda/attention.cuh"
@@ -9,21 +9,21 @@
 namespace seqkern {
 namespace attention_backward_hopper {
 
-// What the kernels are told: AttentionBackwardCuda without what they do not serve, and their memory.
+// The kernels' arguments: AttentionBackwardCuda without what they do not serve, and their workspaces.
 struct Backward {
   AttentionCuda call;
   AttentionTensor grad_out, out;
   const float *lse, *grad_lse;
   AttentionResult grad_query, grad_key, grad_value;
   AttentionOrder order;
-  // Of every tile of queries: lse in powers of two, then delta; the sums of dQ; how many blocks have added to them.
+  // For every tile of queries: lse in base 2, then delta; the sums of dQ; how many blocks have added to them.
   float *statistics, *sums;
   uint32_t *turns, *ticket;
   int64_t slots;  // tiles of queries of a head
-  bool apart;  // blocks of a head's keys begin with other queries each: every key meets every query, all are resident
+  bool apart;     // a head's blocks start with different queries; each visits all queries, and all are resident
 };
 
-// What TMA is told: boxes of 64 columns, and of a tile's rows.
+// TMA's maps: boxes of 64 columns and a tile's rows.
 struct Maps {
   TensorMap query, key, value, grad_out;
 };
@@ -32,18 +32,18 @@ struct Maps {
 
 SK_DEVICE int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
 
-// The number of a sequence's first tile of queries in the workspaces. Packed sequences begin anywhere: one tile more
-// than rows would need is between the first row of one and that of the next.
+// Index of a sequence's first tile of queries in the workspaces. Packed sequences start anywhere, so each sequence gets
+// one tile more than its rows need.
 template <int kRows>
 SK_DEVICE int64_t first_slot(const Backward& p, const AttentionPlace& at, int sequence) {
   if (p.call.query_starts.data != nullptr) return at.query_row / kRows + sequence;
   return static_cast<int64_t>(sequence) * blocks_of(p.call.max_queries, kRows);
 }
 
-// The blocks of kQueries queries that a block of kKeys keys meets.
+// The blocks of kQueries queries that a block of kKeys keys visits.
 struct Visits {
-  int first, count;  // blocks
-  int full, edge;    // of rows: every pair is seen of those in [full, edge)
+  int first, count;  // in blocks
+  int full, edge;    // in rows: blocks in [full, edge) see every pair
 };
 template <int kQueries, int kKeys>
 SK_DEVICE Visits visits_of(const AttentionPlace& at, int key0) {
@@ -53,23 +53,23 @@ SK_DEVICE Visits visits_of(const AttentionPlace& at, int key0) {
   if (v.count < 0) v.count = 0;
   return v;
 }
-// How many blocks of keys behind that at key0 meet the block of queries, and add before it.
+// The turn of the block of keys at key0: how many blocks of later keys visit the block of queries and add first.
 template <int kQueries, int kKeys>
 SK_DEVICE uint32_t turn_of(const AttentionPlace& at, int query0, int key0) {
   const int last = min(at.keys, min(query0 + kQueries, at.queries) + at.high);
   return static_cast<uint32_t>((last - 1) / kKeys - key0 / kKeys);
 }
 
-// Of the blocks of keys that begin apart, `members` of them, the one of number `index`.
+// Of `members` blocks of keys that start with different queries, the one with number `index`.
 struct Rotation {
   int members, index;
 
-  // The first queries that it meets, of `count` blocks of them.
+  // The first block of queries that it visits, of `count`.
   SK_DEVICE constexpr int start(int count) const {
     return static_cast<int>(static_cast<int64_t>(index) * count / members);
   }
-  // How many add to block n of the queries before: those that come to it earlier. They are the members that began with
-  // it or before it, the last of them first, and then those that began behind it, again from the last.
+  // How many members add to block n of the queries before this one: those that arrive earlier. Members that started at
+  // n or before it come first, the last of them ahead; then those that started after it, again the last ahead.
   SK_DEVICE constexpr int turn(int n, int count) const {
     const int64_t passed = ((n + int64_t{1}) * members - 1) / count + 1;
     const int begun = static_cast<int>(passed < members ? passed : members);
@@ -77,8 +77,8 @@ struct Rotation {
   }
 };
 
-// Every turn is somebody's, and whoever is waited for has come after fewer steps, or after as many and with a larger
-// number: no circle of blocks waits.
+// Every turn belongs to one member, and a member waits only for those that arrive after fewer steps, or after as many
+// and with a larger number. So blocks never wait in a circle.
 constexpr bool turns_are_kept(int members, int count) {
   for (int n = 0; n < count; ++n) {
     uint64_t seen = 0;
@@ -126,7 +126,7 @@ SK_DEVICE float dot_16(const T* a, const T* b) {
   return sum;
 }
 
-// lse and delta = dO.O - dlse of a tile of queries; no turn taken, no sum yet.
+// Computes lse and delta = dO.O - dlse of a tile of queries, and resets its turn counter and sums.
 template <class T, int kDim, int kRows>
 __global__ __launch_bounds__(kPlainThreads) void statistics_kernel(const Backward p) {
 #if SK_HOPPER
@@ -138,7 +138,7 @@ __global__ __launch_bounds__(kPlainThreads) void statistics_kernel(const Backwar
   const int64_t slot = tile.head * p.slots + first_slot<kRows>(p, at, tile.sequence) + tile.block;
   float* statistics = p.statistics + slot * 2 * kRows;
 
-  constexpr int kLanes = kDim / 8;  // of a row
+  constexpr int kLanes = kDim / 8;  // lanes of a row
   const int column = thread % kLanes * 8;
 #pragma unroll 2
   for (int r = thread / kLanes; r < kRows; r += kPlainThreads / kLanes) {
@@ -168,7 +168,7 @@ __global__ __launch_bounds__(kPlainThreads) void statistics_kernel(const Backwar
 #endif
 }
 
-// Zeros into the rows of packed results that belong to no sequence.
+// Clears packed result rows of no sequence.
 template <class T>
 SK_DEVICE void zero_rows_outside(const AttentionResult& result, const AttentionIntegers& starts, int sequences,
                                  int64_t rows, int heads, int columns) {

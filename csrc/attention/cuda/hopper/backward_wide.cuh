@@ -1,28 +1,25 @@
-// The backward pass of attention for compute capability 9.0, head dimensions above 128, up to 256: two kernels that
-// each own what they write. Equations and the rest: backward.cuh.
+// The backward pass of attention for compute capability 9.0, head dimensions above 128, up to 256: two kernels, each of
+// which owns what it writes. Equations: backward.cuh.
 //
-// The arithmetic. dK and dV of 64 keys are 32768 float32, half of a multiprocessor's registers, so that a block cannot
-// have more keys. One kernel for everything would make five products, 2560 cycles of the tensor cores for 64 keys and
-// 64 queries, and in these would have to read 64 KiB of Q and dO from the second-level cache and add 64 KiB of dQ to it
-// in float32: 25 bytes a cycle and multiprocessor each way, where the cache gives some 25 in all (an estimate: 5.5 TB/s
-// at 1.7 GHz), and in turns. Two kernels make seven products (S and dP twice) without a sum in memory, without a turn:
+// Why two kernels. dK and dV of 64 keys are 32768 float32, half of a multiprocessor's registers, so a block cannot have
+// more keys. One kernel would be bound by L2: five products, 2560 tensor core cycles for 64 keys and 64 queries, in
+// which it would read 64 KiB of Q and dO and add 64 KiB of dQ in float32. That is 25 bytes a cycle and multiprocessor
+// each way, where L2 gives some 25 in all (an estimate: 5.5 TB/s at 1.7 GHz), and the additions would have to take
+// turns. Two kernels compute seven products (S and dP twice), with no sums in memory and no turns:
 //
-//    dK, dV: 64 keys x 64 queries    2048 cycles, 64 KiB read (32 bytes a cycle), shared memory 2176 cycles
-//    dQ:     128 queries x 64 keys   3072 cycles, 64 KiB read (21 bytes a cycle), shared memory 3072 cycles
+//     dK, dV: 64 keys x 64 queries    2048 cycles, 64 KiB read (32 bytes a cycle), shared memory 2176 cycles
+//     dQ:     128 queries x 64 keys   3072 cycles, 64 KiB read (21 bytes a cycle), shared memory 3072 cycles
 //
-// that is 7168 cycles for 128 queries and 64 keys, against 5120 of which the cache would make 10240.
+// Together 7168 cycles for 128 queries and 64 keys, against 5120 that L2 would stretch to 10240.
 //
-// dK, dV. Two warpgroups share the work by what they make, not by where: one S^T, P^T and dV, the other dP^T, dS^T and
-// dK, two products each, 128 registers of sums each. P^T goes from the one to the other through shared memory, in
-// float32, in the order of the registers, in two buffers. Both ask for their next scores before they wait for their
-// sums.
+// dK, dV. Two warpgroups divide the products, not the rows: one computes S^T, P^T and dV, the other dP^T, dS^T and dK.
+// Each has two products and 128 registers of sums. P^T passes from the first to the second through shared memory in
+// float32, in register order, in two buffers. Both issue their next scores before they wait for their sums.
 //
-// dQ. Two warpgroups of 64 queries each; Q and dO stay in shared memory, K and V stream through three slots of 64 rows.
+// dQ. Two warpgroups of 64 queries each. Q and dO stay in shared memory; K and V stream through three slots of 64 rows.
 //
-// Shared memory: 230 592 and 229 440 bytes. Registers: 240 of the computing threads, 24 of the others.
-//
-// What was tried: waiting for the first scores in the loop, where later turns wait for one group less (C7515: products
-// one after the other); zeroing the sums without a pin in front of the first product (the same).
+// Shared memory: 230 592 and 229 440 bytes. Registers: 240 for consumer threads, 24 for the others. NOTES.md lists what
+// was tried.
 #pragma once
 
 #include "backward_parts.cuh"
@@ -35,7 +32,7 @@ constexpr int kWideProducerRegisters = 24, kWideConsumerRegisters = 240;
 
 // ---- dK and dV -----------------------------------------------------------------------------------------------------
 
-// Named barriers; those of the probabilities are one for each of two buffers.
+// Named barriers; one of each kind for each of the two buffers of probabilities.
 constexpr int kProbabilitiesFull = 1, kProbabilitiesEmpty = 3;
 
 struct WideKeys {
@@ -50,8 +47,8 @@ struct WideKeys {
   static constexpr int kBytes = kWork + kWorkBytes;
 };
 
-// One warpgroup makes S^T, of it P^T, and dV; the other dP^T, with P^T of the first dS^T, and dK. Of the tiles it asks
-// for those of the next queries before it waits for its sums.
+// One warpgroup computes S^T, P^T and dV; the other dP^T, dS^T (with the first one's P^T) and dK. The scores of the
+// next queries are issued before waiting for the sums.
 template <class T, bool kValues>
 SK_DEVICE void consume_wide(const Backward& p, const Work& w, unsigned char* shared, int thread) {
   using L = WideKeys;
@@ -102,7 +99,7 @@ SK_DEVICE void consume_wide(const Backward& p, const Work& w, unsigned char* sha
       }
       if (done + 2 < total) named_barrier_arrive(kProbabilitiesEmpty + ring.stage, 2 * kWarpgroup);
     }
-    wgmma_wait<0>();  // the sums of the queries before
+    wgmma_wait<0>();  // the previous queries' sums
     if (done > 0 && thread % 32 == 0) mbarrier_arrive(barriers.empty + (ring.stage ^ 1));
     as_operand<T, L::kQueries>(operand, s);
     const unsigned char* right = summed(ring.stage);
@@ -145,7 +142,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void wide_keys_kernel(const __grid
     if (thread < 32) {
       produce<L>(p, w, shared, maps, thread);
     } else if (thread < 64) {
-      bring_statistics<L>(p, w, shared, thread - 32);
+      produce_statistics<L>(p, w, shared, thread - 32);
     }
   } else {
     set_registers_up<kWideConsumerRegisters>();
@@ -176,8 +173,8 @@ struct WideQueryWork {
   int sequence, head, query0, blocks;
 };
 
-// A block of values takes the first slot, its keys the next, and so on around three slots: values are done with before
-// their keys, which are a factor of dQ too.
+// Three slots in rotation, used by a block of values, then its keys, and so on. Values are released before their keys,
+// which are also a factor of dQ.
 struct Slots {
   int slot = 0;
   unsigned phase = 0;
@@ -191,7 +188,7 @@ SK_DEVICE void produce_wide(const Backward& p, const WideQueryWork& w, unsigned 
   using L = WideQueries;
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + L::kBarriers);
   uint64_t *full = barriers + 2, *empty = full + L::kSlots;
-  if (lane == 0) {  // rows of others are in rows of dQ that nobody stores
+  if (lane == 0) {  // other sequences' rows only affect rows of dQ that are not stored
     mbarrier_arrive_expect(barriers, 2 * L::kQueryBytes);
 #pragma unroll 1
     for (int n = 0; n < 2 * L::kColumns; ++n) {
@@ -203,14 +200,14 @@ SK_DEVICE void produce_wide(const Backward& p, const WideQueryWork& w, unsigned 
     }
   }
   __syncwarp();
-  Bringer bringer{barriers + 1, lane};
+  Producer producer{barriers + 1, lane};
   Slots ring;
   const int kv_head = w.head / (p.call.heads / p.call.kv_heads);
 #pragma unroll 1
   for (int n = 0; n < 2 * w.blocks; ++n) {
     const int key0 = w.range.first + n / 2 * L::kKeys;
     mbarrier_wait(empty + ring.slot, ring.phase ^ 1);
-    bringer.bring<L::kKeys, L::kColumns>(shared + L::kRing + ring.slot * L::kKeyBytes,
+    producer.load<L::kKeys, L::kColumns>(shared + L::kRing + ring.slot * L::kKeyBytes,
                                          n % 2 == 0 ? maps.value : maps.key, full + ring.slot, w.at.key_row + key0,
                                          w.at.keys - key0, p.call.key_rows, kv_head, w.at.batch);
     ring.next();
@@ -228,7 +225,7 @@ SK_DEVICE void consume_wide_queries(const Backward& p, const WideQueryWork& w, u
   const float scale = p.call.scale * kLog2e;
   const int query0 = w.query0 + group * 64, row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
   float lse[2] = {INFINITY, INFINITY}, delta[2] = {0, 0};
-  if (query0 < w.at.queries) {  // a tile of 64 that is there
+  if (query0 < w.at.queries) {  // the tile of 64 exists
     const int64_t slot = w.head * p.slots + first_slot<64>(p, w.at, w.sequence) + query0 / 64;
     const float* statistics = p.statistics + slot * 128 + row;
     lse[0] = statistics[0], lse[1] = statistics[8], delta[0] = statistics[64], delta[1] = statistics[72];
@@ -256,7 +253,7 @@ SK_DEVICE void consume_wide_queries(const Backward& p, const WideQueryWork& w, u
     wgmma_fence();
     product_of_rows<T, 64, 16>(dp, grad_out, L::kQueryTile, values, L::kKeyTile);
     wgmma_commit();
-    wgmma_wait<1>();  // dQ of the keys before, too
+    wgmma_wait<1>();  // also completes the previous keys' dQ
     wgmma_pin(s);
     if (done > 0 && thread % 32 == 0) mbarrier_arrive(empty + (value.slot == 0 ? L::kSlots : value.slot) - 1);
     if (key0 < w.range.full || key0 >= w.range.edge) {

@@ -1,4 +1,4 @@
-// The forward pass of attention for compute capability 9.0, host side: which calls it serves, tensor maps, the launch.
+// The forward pass of attention for compute capability 9.0, host side: what it serves, tensor maps, the launch.
 #include <algorithm>
 
 #include "common/cuda/hopper/launch.h"
@@ -10,12 +10,12 @@ namespace {
 using attention_hopper::Forward;
 using attention_hopper::Layout;
 
-// A tensor as TMA is told of it. One that repeats its heads or batch entries (a stride of 0) has one of them, and
-// nobody steps from one to the next.
+// A tensor as TMA maps it. One whose heads or batch entries repeat (stride 0) is mapped with a single one, and the
+// kernel does not step along that dimension.
 struct Mapped {
   const void* data;
   int64_t sizes[4], strides[4];
-  bool steps[2];  // heads, batch entries
+  bool steps[2];  // along heads, along batch entries
 };
 template <class Tensor4>
 Mapped mapped(const AttentionCuda& c, const Tensor4& t, int columns, int64_t rows, int heads) {
@@ -57,8 +57,8 @@ void launch_as(const AttentionCall& call, Forward& p, int multiprocessors) {
   launch(call.op, attention_hopper::attention_forward_hopper<T, kDim, kOptions>, shape, call.stream, p);
 }
 
-// Every instance there is: the larger of the two head dims decides, and whether scores are more than scale q.k. At 256
-// there are no registers for that.
+// Every instance, chosen by the larger of the two head dims and by whether there are options on the scores. At 256
+// there are no registers for options.
 struct Instance {
   Dtype dtype;
   int dim;
@@ -85,7 +85,7 @@ const Instance* instance_of(Dtype dtype, const AttentionCuda& c) {
 
 bool hopper_serves_forward(const AttentionCall& call, const AttentionForwardCuda& forward) {
   const AttentionCuda& c = forward.call;
-  const int64_t most = int64_t{1} << 31;  // TMA's coordinates
+  const int64_t most = int64_t{1} << 31;  // limit of TMA's coordinates
   if (!c.vectors || instance_of(call.dtype, c) == nullptr || !hopper_serves(call.like)) return false;
   if (c.key_rows >= most || c.query_rows >= most) return false;
   const Tensors tensors = tensors_of(forward);

@@ -1,50 +1,43 @@
 // The forward pass of attention for compute capability 9.0: bfloat16 and float16, the equations of
-// kernels/attention/attention.py. What becomes of scores: scores.cuh.
+// kernels/attention/attention.py. What happens to scores: scores.cuh.
 //
-// The idea (FlashAttention-3: Shah et al. 2024). A block of threads has one warp that only asks TMA for tiles and two
-// or three warpgroups that only compute. Each of these owns 64 queries and walks the keys with an online softmax:
+// The idea (FlashAttention-3: Shah et al. 2024). A thread block has one producer warp that only issues TMA loads, and
+// two or three consumer warpgroups that only compute. Each consumer owns 64 queries and walks the keys with an online
+// softmax:
 //
-//    S = Q K(n)^T                     wgmma, both operands in shared memory
-//    m' = max(m, rows' max of S)      P = 2^(c (S - m')), c = scale log2(e), in one multiply-add a score
-//    l = a l + rows' sum of P         a = 2^(c (m - m'))
-//    O = a O + P V(n)                 wgmma, P from registers: S has the layout of the operand
+//     S = Q K(n)^T                     wgmma, both operands in shared memory
+//     m' = max(m, rows' max of S)      P = 2^(c (S - m')), c = scale log2(e), in one multiply-add a score
+//     l = a l + rows' sum of P         a = 2^(c (m - m'))
+//     O = a O + P V(n)                 wgmma, P from registers: S has the layout of the operand
 //
-// Tensor cores never wait for the exponentials, in two ways. Inside a warpgroup S of the next block is asked for
-// before P V of this one: `wgmma_wait<1>` gives the scores, and their softmax runs while P V does. Between warpgroups
-// there are turns: a named barrier lets a warpgroup ask for its two products only after the one before it has asked
-// for its own, so that one's softmax lies under the other's products.
+// Tensor cores never wait for the exponentials, in two ways. Within a warpgroup, S of the next block is issued before P
+// V of this one: `wgmma_wait<1>` delivers the scores, and their softmax runs during P V. Between warpgroups there are
+// turns: a named barrier lets a warpgroup issue its two products only after the one before has issued its own, so one's
+// softmax overlaps the other's products.
 //
-// Keys go from right to left. A tile's blocks at the edges of the band compare positions, by `sees`, those between do
-// not look. Every warpgroup has edges of its own, and takes no part in blocks that only the others see, but for the
-// barriers. K and V have a ring of two places each, with mbarriers `full` (TMA's bytes) and `empty` (a warp each).
+// Keys go from right to left. Only a tile's blocks at the edges of the band compare positions (`sees`). Every warpgroup
+// has its own edges; in blocks that only the others see it takes part in the barriers alone. K and V have a ring of two
+// stages each, with mbarriers `full` (TMA's bytes) and `empty` (one arrival a warp).
 //
-// What lies behind a sequence may be NaN. TMA fills with 0 behind a tensor only; scores of such keys are replaced, and
-// such rows of V are cleared in shared memory, because 0 NaN is NaN: once a tile, at its first block.
+// Rows after a sequence may be NaN. TMA fills in zeros only past the end of a tensor. Scores of such keys are replaced,
+// and such rows of V are cleared in shared memory, because 0 NaN is NaN: once a tile, at its first block.
 //
-// The results go through the place of the queries in shared memory and out by TMA where 64 rows belong to the sequence
-// (or end with the tensor), else by stores of 16 bytes. The walk over tiles is that of schedule.cuh.
+// Results go through the queries' shared memory and out by TMA if all 64 rows belong to the sequence (or end with the
+// tensor), else by 16-byte stores. The order of tiles is that of schedule.cuh.
 //
-// Tiles, registers and shared memory (Q, two K, two V; columns that are not there are zeros of TMA's):
+// Tiles, registers and shared memory (Q, two K, two V; TMA fills missing columns with zeros):
 //
-//    head dim           queries x keys   registers, compute and load   shared memory
-//    64                 192 x 128        160  32                        88 KB
-//    128                128 x 128        240  24                       160 KB
-//    256                128 x 80         240  24                       224 KB
-//    64, options        128 x 64         240  24                        48 KB
-//    128, options       128 x 64         240  24                        96 KB
+//     head dim           queries x keys   registers, consumer and producer   shared memory
+//     64                 192 x 128        160  32                             88 KB
+//     128                128 x 128        240  24                            160 KB
+//     256                128 x 80         240  24                            224 KB
+//     64, options        128 x 64         240  24                             48 KB
+//     128, options       128 x 64         240  24                             96 KB
 //
-// FLOP: 4 D a visible pair. Bytes: Q and O once, K and V once for every tile of queries, from the second-level cache.
+// Constraints of ptxas on the loop: the wait for the next V stands between `wgmma_wait<1>` and `wgmma_wait<0>`,
+// descriptors advance by additions, and there is no branch between products. NOTES.md lists what was tried.
 //
-// What was tried, judged by the assembler (no speed has been measured yet):
-// - the wait for V between the two products: ptxas puts a warpgroup.arrive into a divergent path and serialises
-// (C7520);
-// - nothing but arithmetic between `wgmma_wait<1>` and `wgmma_wait<0>`: ptxas moves the second wait up to the last
-// branch
-//   before it, and no power of two lies under P V. The wait for the next V stands in between, and is such a branch;
-// - products left out where a head dim ends early, by a branch: an arrive for every one of them (C7519);
-// - descriptors made anew for every product: up to 45 instructions between two products, by addition 2 to 6;
-// - addresses of the results and of positions known before the loop: 156 bytes of spills at 64, 32 at 256 (`unknown`);
-// - options with blocks of 128 keys: 48 bytes of spills at 64, 92 at 128; at 256 with 64 keys 100, so that it has none.
+// FLOP: 4 D a visible pair. Bytes: Q and O once; K and V once for every tile of queries, from L2.
 #pragma once
 
 #include "attention/cuda/attention.cuh"
@@ -56,7 +49,8 @@
 namespace seqkern {
 namespace attention_hopper {
 
-// kGroups warpgroups of 64 queries each, blocks of kKeys keys, the registers of their threads and of the loading warps.
+// kGroups consumer warpgroups of 64 queries each, blocks of kKeys keys, registers of a consumer and of a producer
+// thread.
 template <int kDim, bool kOptions>
 struct Shape;
 template <>
@@ -80,13 +74,13 @@ struct Shape<256, false> {
   static constexpr bool kTurns = false;  // its products are long enough
 };
 
-// A call, and its tensors as TMA knows them: boxes of 64 columns and a tile's rows (out: 64 rows).
+// A call and its tensor maps: boxes of 64 columns and a tile's rows (out: 64 rows).
 struct Forward {
   TensorMap query, key, value, out;
   AttentionForwardCuda forward;
   AttentionOrder order;
-  int rounds;                                         // of the walk
-  float scale;                                        // of scores that become powers of two
+  int rounds;                                         // of the walk over tiles
+  float scale;                                        // from scores to exponents of two
   bool query_steps[2], key_steps[2], value_steps[2];  // whether heads, batch entries have rows of their own
 };
 
@@ -96,7 +90,7 @@ template <int kDim, bool kOptions>
 struct Layout : Shape<kDim, kOptions> {
   using S = Shape<kDim, kOptions>;
   static constexpr int kRows = 64 * S::kGroups, kPanels = kDim / 64, kThreads = 128 * (S::kGroups + 1);
-  // From one tile of 64 columns to the next, and all of them.
+  // Bytes from one tile of 64 columns to the next, and of all of them.
   static constexpr int kQueryTile = kRows * 128, kKeyTile = S::kKeys * 128;
   static constexpr int kQueryBytes = kPanels * kQueryTile, kKeyBytes = kPanels * kKeyTile;
   static constexpr int kKeysAt = kQueryBytes, kValuesAt = kKeysAt + kStages * kKeyBytes;
@@ -111,7 +105,7 @@ struct Barriers {
 // Named barriers.
 constexpr int kTurn = 1, kGroup = 4, kConsumers = 7;
 
-// The key blocks [first, last) that a tile of queries visits, and which of them lie within the band.
+// The key blocks [first, last) that a tile of queries visits; blocks in [full, edge) need no band check.
 struct KeyBlocks {
   int first, last, full, edge;
   SK_DEVICE bool whole(int n) const { return n >= full && n < edge; }
@@ -123,14 +117,14 @@ SK_DEVICE KeyBlocks key_blocks(const AttentionPlace& at, int query0, int rows) {
   return {first, max(first, (r.last + kKeys - 1) / kKeys), r.full / kKeys, r.edge / kKeys};
 }
 
-// Where the ring stands at its block number `block`.
+// The ring's stage, and the parity of its phase, for block number `block`.
 struct Slot {
   int stage;
   unsigned parity;
 };
 SK_DEVICE Slot slot_of(unsigned block) { return {static_cast<int>(block % kStages), block / kStages % 2}; }
 
-// Calls f(tile, place, first query) for every tile of this block of threads that has queries.
+// Calls f(tile, place, first query) for every tile of this thread block that has queries.
 template <int kRows, class F>
 SK_DEVICE void for_tiles(const Forward& p, const F& f) {
   for (int round = 0; round < p.rounds; ++round) {
@@ -142,9 +136,9 @@ SK_DEVICE void for_tiles(const Forward& p, const F& f) {
   }
 }
 
-// ---- the loading warp ----------------------------------------------------------------------------------------------
+// ---- the producer warp ---------------------------------------------------------------------------------------------
 
-// One thread's work. K of a block goes before V of the block on its right: the order in which they are wanted.
+// Run by one thread. K of a block is loaded before V of the block on its right: the order of use.
 template <class L>
 SK_DEVICE void load_tiles(const Forward& p, unsigned char* shared, Barriers* barriers) {
   const AttentionCuda& call = p.forward.call;
@@ -173,8 +167,8 @@ SK_DEVICE void load_tiles(const Forward& p, unsigned char* shared, Barriers* bar
       load(p.value, L::kValuesAt, barriers->value_full, barriers->value_empty, blocks + range.last - 1 - n,
            key_row + n * L::kKeys, p.value_steps);
     };
-    // The first K has a place as soon as the tile before has read its last but one: that is long before its results
-    // have left the place of the queries.
+    // The first K has a free stage as soon as the previous tile has read its last but one, long before that tile's
+    // results have left the queries' memory.
     if (range.first < range.last) load_key(range.last - 1);
     mbarrier_wait(&barriers->query_empty, tiles % 2 ^ 1);
     mbarrier_arrive_expect(&barriers->query_full, L::kQueryBytes);
@@ -196,7 +190,7 @@ SK_DEVICE void load_tiles(const Forward& p, unsigned char* shared, Barriers* bar
   });
 }
 
-// ---- the computing warpgroups --------------------------------------------------------------------------------------
+// ---- the consumer warpgroups ---------------------------------------------------------------------------------------
 
 template <class T, int kDim, bool kOptions>
 struct Consumer : Layout<kDim, kOptions> {
@@ -206,7 +200,7 @@ struct Consumer : Layout<kDim, kOptions> {
   const Forward& p;
   unsigned char* shared;
   Barriers* barriers;
-  int group, thread, lane;  // thread: of the warpgroup
+  int group, thread, lane;  // thread: within the warpgroup
 
   SK_DEVICE unsigned char* queries() const { return shared + group * 64 * 128; }
   SK_DEVICE unsigned char* keys(int stage) const { return shared + L::kKeysAt + stage * L::kKeyBytes; }
@@ -224,7 +218,7 @@ struct Consumer : Layout<kDim, kOptions> {
     if (lane == 0) mbarrier_arrive(empty);
   }
 
-  // Clears V from row `row` of the block on, by all computing warpgroups.
+  // Clears V from row `row` of the block on; all consumer warpgroups take part.
   SK_DEVICE void clear_values(unsigned block, int row) const {
     const Slot slot = slot_of(block);
     mbarrier_wait(&barriers->value_full[slot.stage], slot.parity);
@@ -237,23 +231,23 @@ struct Consumer : Layout<kDim, kOptions> {
     named_barrier_sync(kConsumers, kGroups * 128);
   }
 
-  // A block that only other warpgroups see.
-  SK_DEVICE void pass(unsigned block, bool clears, int clear_row) const {
+  // Skips a block that only other warpgroups see.
+  SK_DEVICE void skip(unsigned block, bool clears, int clear_row) const {
     const Slot slot = slot_of(block);
     wait_turn();
     give_turn();
     mbarrier_wait(&barriers->key_full[slot.stage], slot.parity);
     if (clears) clear_values(block, clear_row);
     mbarrier_wait(&barriers->value_full[slot.stage], slot.parity);
-    __syncwarp();  // no lane may still wait for what the release lets go on
+    __syncwarp();  // all lanes have finished waiting before the release
     release(&barriers->key_empty[slot.stage]);
     release(&barriers->value_empty[slot.stage]);
   }
 
-  // ---- products: asked for, not waited for
+  // ---- products: issued, not awaited
 
-  // One descriptor each, and an addition for every step: less work between two products than a descriptor anew.
-  static SK_DEVICE uint64_t further(uint64_t descriptor, int bytes) {
+  // Advances a descriptor by an addition: fewer instructions between two products than a new descriptor.
+  static SK_DEVICE uint64_t advance(uint64_t descriptor, int bytes) {
     return (descriptor >> 32 << 32) | (static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4));
   }
   SK_DEVICE void scores(float (&s)[kKeys / 2], int stage) const {
@@ -262,8 +256,8 @@ struct Consumer : Layout<kDim, kOptions> {
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       const int columns = step % 4 * 32;
-      wgmma_ss<T, kKeys, 0, 0>(s, further(a, step / 4 * L::kQueryTile + columns),
-                               further(b, step / 4 * L::kKeyTile + columns), step > 0);
+      wgmma_ss<T, kKeys, 0, 0>(s, advance(a, step / 4 * L::kQueryTile + columns),
+                               advance(b, step / 4 * L::kKeyTile + columns), step > 0);
     }
     wgmma_commit();
   }
@@ -271,7 +265,7 @@ struct Consumer : Layout<kDim, kOptions> {
     const uint64_t b = mn_major_descriptor(values(stage), 0, L::kKeyTile);
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      wgmma_rs<T, kDim, 1>(o, weights[step], further(b, step * 2048), true);
+      wgmma_rs<T, kDim, 1>(o, weights[step], advance(b, step * 2048), true);
     }
     wgmma_commit();
   }
@@ -294,7 +288,7 @@ struct Consumer : Layout<kDim, kOptions> {
 
   // ---- a tile
 
-  // blocks: how many the rings have seen before it.
+  // blocks: number of blocks that the rings have seen before this tile.
   SK_DEVICE void tile(const AttentionTile& tile, const AttentionPlace& at, int query0, unsigned tiles,
                       unsigned& blocks) const {
     const KeyBlocks all = key_blocks<kKeys>(at, query0, kRows);
@@ -314,7 +308,7 @@ struct Consumer : Layout<kDim, kOptions> {
 
     mbarrier_wait(&barriers->query_full, tiles % 2);
     int n = all.last - 1;
-    for (; n >= own.last; --n) pass(begin - n, clears && n == all.last - 1, clear_row);
+    for (; n >= own.last; --n) skip(begin - n, clears && n == all.last - 1, clear_row);
     if (n >= own.first) {
       const Slot first = slot_of(begin - n);
       mbarrier_wait(&barriers->key_full[first.stage], first.parity);
@@ -341,7 +335,8 @@ struct Consumer : Layout<kDim, kOptions> {
         wgmma_pin(s);
         release(&barriers->key_empty[next.stage]);
         weigh(s, top, sum, factor, tile, at, query0 + 64 * group, n * kKeys, own.whole(n));
-        // Between the powers and the end of the products stands a branch: ptxas moves the wait up to the last one.
+        // This wait is a branch between the exponentials and `wgmma_wait<0>`, which ptxas would otherwise move up
+        // before them.
         wgmma_pin(s);
         mbarrier_wait(&barriers->value_full[next.stage], next.parity);
         wgmma_wait<0>();
@@ -358,19 +353,19 @@ struct Consumer : Layout<kDim, kOptions> {
       wgmma_pin(o);
       release(&barriers->value_empty[slot.stage]);
     }
-    for (; n >= all.first; --n) pass(begin - n, false, 0);
+    for (; n >= all.first; --n) skip(begin - n, false, 0);
     blocks = begin - all.first + 1;
     finish(tile, query0 + 64 * group, o, top, sum);
   }
 
-  // The sink, the division, lse; the rows go where the queries were, and from there out.
+  // Adds the sink, divides, stores lse, and stores the rows through the queries' memory.
   SK_DEVICE void finish(const AttentionTile& tile, int query0, float (&o)[kDim / 2], const float (&top)[2],
                         float (&sum)[2]) const {
     const AttentionCuda& call = p.forward.call;
-    const AttentionPlace at = place_of(call, unknown(tile.sequence));  // again: no registers through the loop
+    const AttentionPlace at = place_of(call, unknown(tile.sequence));  // recomputed: no registers across the loop
     const int thread = unknown(static_cast<int>(threadIdx.x)) % 128, warp = thread / 32, lane = thread % 32;
     unsigned char* const rows_at = shared + group * 64 * 128;
-    constexpr float kUnit = kOptions ? kLog2e : 1.0f;  // of `most`, as a power of two
+    constexpr float kToBase2 = kOptions ? kLog2e : 1.0f;  // from `most` to base 2
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -381,8 +376,8 @@ struct Consumer : Layout<kDim, kOptions> {
       if (call.sinks != nullptr) {
         const float sink = call.sinks[tile.head] * (kOptions ? 1.0f : kLog2e), both = fmaxf(most, sink);
         if (both != -INFINITY) {
-          factor[r] = exp2f((most - both) * kUnit);
-          sum[r] = fmaf(sum[r], factor[r], exp2f((sink - both) * kUnit));
+          factor[r] = exp2f((most - both) * kToBase2);
+          sum[r] = fmaf(sum[r], factor[r], exp2f((sink - both) * kToBase2));
           most = both;
         }
       }
@@ -395,7 +390,7 @@ struct Consumer : Layout<kDim, kOptions> {
       factor[r] *= reciprocal(sum[r]);
       if (kOptions && call.seed != nullptr) factor[r] *= call.keep_scale;
     }
-    named_barrier_sync(kGroup + group, 128);  // nobody reads the queries any more
+    named_barrier_sync(kGroup + group, 128);  // all have read the queries
     const int row = 16 * warp + lane / 4;
 #pragma unroll
     for (int n = 0; n < kDim / 4; ++n) {
@@ -434,7 +429,7 @@ struct Consumer : Layout<kDim, kOptions> {
   }
 };
 
-// Rows of a packed tensor that belong to no sequence: out 0, lse -inf.
+// Packed rows of no sequence: out 0, lse -inf.
 template <class T>
 SK_DEVICE void fill_gaps(const Forward& p, int thread, int threads) {
   const AttentionCuda& call = p.forward.call;

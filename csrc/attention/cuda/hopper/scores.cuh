@@ -1,8 +1,8 @@
-// What a thread of a warpgroup does to its part of a block of scores between two products: options, the band, powers of
-// two, dropout. d[4 n + e] is the score of row lane / 4 + 8 (e / 2) of its warp's and key 8 n + 2 (lane % 4) + e % 2.
+// What a warpgroup's thread does with its part of a block of scores between two products: options, band, powers of two,
+// dropout. d[4 n + e] is the score of row lane / 4 + 8 (e / 2) of its warp and key 8 n + 2 (lane % 4) + e % 2.
 //
-// Plain scores are products q.k as they come, multiplied on their way to the power of two. With options they are in
-// natural units, since masks hold the most negative finite number, which times log2(e) would be -inf.
+// Plain scores are unscaled products q.k; the exponent's multiply-add scales them. With options they are in natural
+// units: masks hold the most negative finite number, which times log2(e) would be -inf.
 #pragma once
 
 #include "attention/cuda/attention.cuh"
@@ -11,7 +11,7 @@
 namespace seqkern {
 namespace attention_hopper {
 
-// S of a block becomes P times the rows' new scale; the factors for what was summed before.
+// S of a block becomes P, relative to the rows' new maximum. `factor` receives the factors of the earlier sums.
 template <int kKeys, bool kOptions>
 SK_DEVICE void softmax(float (&s)[kKeys / 2], float (&top)[2], float (&sum)[2], float (&factor)[2], float scale) {
 #pragma unroll
@@ -38,7 +38,8 @@ SK_DEVICE void softmax(float (&s)[kKeys / 2], float (&top)[2], float (&sum)[2], 
   }
 }
 
-// Calls f(score, query, key) for a thread's scores of a block; query0, key0: the first of the warpgroup's and of it.
+// Calls f(score, query, key) for a thread's scores of a block. query0: the warpgroup's first query; key0: the block's
+// first key.
 template <int kKeys, class F>
 SK_DEVICE void for_scores(float (&s)[kKeys / 2], int query0, int key0, const F& f) {
   const int thread = unknown(static_cast<int>(threadIdx.x)) % 128, lane = thread % 32;
@@ -59,13 +60,13 @@ SK_DEVICE void hide(float (&s)[kKeys / 2], const AttentionPlace& at, int query0,
 template <int kKeys, MaskType kType>
 SK_DEVICE void add_mask(float (&s)[kKeys / 2], const AttentionCuda& call, const AttentionHead& head,
                         const AttentionPlace& at, int query0, int key0) {
-  // What lies outside is hidden or not stored: any element of the mask will do.
+  // Pairs outside the mask are hidden or not stored: any element of it will do.
   for_scores<kKeys>(s, query0, key0, [&](float& z, int i, int j) {
     z += mask_value<kType>(call, head, min(i, at.queries - 1), min(j, at.keys - 1));
   });
 }
 
-// `biased` of all scores, a branch an option.
+// `biased` for all scores, one branch an option.
 template <int kKeys>
 SK_DEVICE void bias(float (&s)[kKeys / 2], const AttentionCuda& call, const AttentionTile& tile,
                     const AttentionPlace& at, int query0, int key0) {
@@ -92,8 +93,8 @@ SK_DEVICE void bias(float (&s)[kKeys / 2], const AttentionCuda& call, const Atte
   }
 }
 
-// 0 where dropout takes a power. Lanes 2 q and 2 q + 1 need the same counters, each one half of their words: the even
-// lane computes those of its first row, the odd one those of its second.
+// Sets powers that dropout drops to 0. Lanes 2 q and 2 q + 1 need the same counters, each one half of their words: the
+// even lane computes those of its first row, the odd lane those of its second.
 template <int kKeys>
 SK_DEVICE void drop(float (&s)[kKeys / 2], const AttentionCuda& call, int64_t first_row, int key0) {
   const int thread = unknown(static_cast<int>(threadIdx.x)) % 128, lane = thread % 32;

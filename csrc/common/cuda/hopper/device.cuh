@@ -1,17 +1,21 @@
-// Instructions of compute capability 9.0 alone: products by a warpgroup (wgmma), copies of boxes of a tensor by the
-// tensor memory accelerator (TMA), barriers of some of a block's warps, registers handed from warps to warps.
+// Instructions that only compute capability 9.0 has: products by a warpgroup (wgmma), box copies by the tensor memory
+// accelerator (TMA), named barriers, and moving registers between warpgroups.
 //
-// They exist where code is made for exactly sm_90a, and in the host executor (tests/simt). Elsewhere SK_HOPPER is 0 and
-// the functions do nothing: a kernel keeps its body between #if SK_HOPPER and #endif, and is not launched there.
+// They exist in code for exactly sm_90a and in the host executor (tests/simt). Elsewhere SK_HOPPER is 0 and the
+// functions do nothing: a kernel keeps its body between #if SK_HOPPER and #endif and is not launched there.
 //
-// Tiles in shared memory have rows of 64 16-bit elements, 128 bytes, chunk c of row r at place c ^ (r % 8), and begin
-// at multiples of 1024 bytes: what TMA writes with the 128-byte swizzle, what wgmma reads, and Tile<T, 64> of
-// attention/cuda/mma.cuh. A matrix with more columns is several such tiles side by side, of as many rows each.
+// Tiles in shared memory have rows of 64 16-bit elements (128 bytes), chunk c of row r at position c ^ (r % 8), and
+// start at multiples of 1024 bytes. That is what TMA writes with the 128-byte swizzle, what wgmma reads, and Tile<T,
+// 64> of attention/cuda/mma.cuh. A matrix with more columns is several such tiles side by side.
 //
-// The order of a product: the operands are written (by TMA: seen by who waited on its mbarrier; by ordinary stores:
-// fence_async_shared by every writer, then a barrier), wgmma_fence, wgmma_ss or wgmma_rs once for every 16 of the
-// summed index, wgmma_commit, and later wgmma_wait. From the first wgmma to the wait nobody may touch the sums nor the
-// registers of an operand, and nobody may write the tiles. All 128 threads of a warpgroup do all of this together.
+// A product has these steps, which all 128 threads of a warpgroup execute together:
+// 1. Write the operands. By TMA: whoever waits on its mbarrier sees them. By ordinary stores: every writer calls
+//    fence_async_shared, then a barrier.
+// 2. wgmma_fence.
+// 3. wgmma_ss or wgmma_rs, once for every 16 of the summed index.
+// 4. wgmma_commit.
+// 5. wgmma_wait. Between the first wgmma and this wait nobody may touch the accumulators or an operand's registers, and
+//    nobody may write the tiles.
 #pragma once
 
 #include "common/cuda/device.cuh"
@@ -30,13 +34,13 @@ namespace seqkern {
 
 #if !defined(SK_SIMT)
 
-// A tensor of four dimensions, a box of it, and where it lies: made by tensor_map (launch.h), handed to a kernel
-// as `const __grid_constant__ TensorMap`.
+// A tensor of four dimensions with its address and box. tensor_map (launch.h) makes it; a kernel takes it as
+// `const __grid_constant__ TensorMap`.
 struct alignas(128) TensorMap {
   uint64_t opaque[16];
 };
 
-// The block's dynamic shared memory, aligned for tiles.
+// The block's dynamic shared memory, aligned for swizzled tiles.
 #define SK_SHARED_TILES(name) extern __shared__ __align__(1024) unsigned char name[]
 
 #if SK_HOPPER
@@ -49,31 +53,32 @@ struct alignas(128) TensorMap {
 
 SK_DEVICE uint64_t global_address(const void* p) { return static_cast<uint64_t>(__cvta_generic_to_global(p)); }
 
-// One thread calls each of these for all.
+// Each of these is called by one thread.
 
-// The box whose first element has the coordinates c0 (along the rows' elements) ... c3, into a tile; what lies outside
-// of the tensor becomes 0. Its bytes, those zeros too, are counted at `barrier`, where somebody has to expect them.
+// Loads the box that starts at (c0, c1, c2, c3), c0 along a row, into a tile. Elements outside the tensor become 0. All
+// bytes of the box, zeros included, count at `barrier`, where a thread must expect them.
 SK_DEVICE void tma_load_4d(void* shared, const TensorMap& map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
   SK_PTX(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(shared_address(shared)),
       "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
-// The other way; what lies outside of the tensor is not written. Ordinary stores to the tile need fence_async_shared by
-// who wrote them and a barrier before.
+// Stores a tile as a box; elements outside the tensor are not written. After ordinary stores to the tile, each writer
+// calls fence_async_shared, then a barrier.
 SK_DEVICE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
   SK_PTX("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
          "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
-// global[i] += shared[i], `bytes` of float32, a multiple of 16, both addresses multiples of 16. Every number is added
-// in one piece, in no fixed order where several blocks add to it.
+// global[i] += shared[i] for `bytes` of float32: a multiple of 16, both addresses multiples of 16. Each addition is
+// atomic; the order is not fixed where several blocks add to the same number.
 SK_DEVICE void bulk_reduce_add_f32(float* global, const void* shared, int bytes) {
   SK_PTX("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global_address(global)),
          "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
-// Closes the group of this thread's stores and additions since the last one.
+// Closes the group of this thread's bulk stores and additions since the last commit.
 SK_DEVICE void bulk_commit() { SK_PTX("cp.async.bulk.commit_group;" :: : "memory"); }
-// Waits until at most N groups of this thread's still read shared memory; or are not yet written.
+// bulk_wait_read waits until at most N of this thread's groups still read shared memory; bulk_wait, until at most N are
+// not yet written.
 template <int N>
 SK_DEVICE void bulk_wait_read() {
   SK_PTX("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
@@ -82,26 +87,26 @@ template <int N>
 SK_DEVICE void bulk_wait() {
   SK_PTX("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
-// What this thread stored to shared memory in the ordinary way is seen by the wgmma and TMA instructions that come
-// after it (and, for other threads' instructions, after a barrier).
+// Makes this thread's ordinary stores to shared memory visible to later wgmma and TMA instructions (after a barrier,
+// also to those of other threads).
 SK_DEVICE void fence_async_shared() { SK_PTX("fence.proxy.async.shared::cta;" :: : "memory"); }
-// The same of global memory: orders ordinary loads and stores there against additions in bulk, before them and after.
+// The same for global memory: orders ordinary loads and stores against bulk additions before and after.
 SK_DEVICE void fence_async_global() { SK_PTX("fence.proxy.async.global;" :: : "memory"); }
-// Fetches the map itself.
+// Prefetches the map itself.
 SK_DEVICE void prefetch_map(const TensorMap& map) { SK_PTX("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // ---- warps ---------------------------------------------------------------------------------------------------------
 
-// Barriers 1 ... 15 of the block (0 is that of __syncthreads), of `threads` threads, whole warps: those that wait and
-// those that only arrive.
+// Barriers 1 ... 15 of the block (__syncthreads uses 0). `threads` counts those that wait and those that only arrive:
+// whole warps.
 SK_DEVICE void named_barrier_sync(int id, int threads) {
   SK_PTX("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 SK_DEVICE void named_barrier_arrive(int id, int threads) {
   SK_PTX("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The registers of each thread from here on, a multiple of 8 from 24 to 256, by all of a warpgroup. Down gives
-// registers back; up waits until there are enough. The kernel needs __launch_bounds__.
+// Sets the registers of each thread from here on, a multiple of 8 in 24 ... 256; all threads of a warpgroup call it.
+// Down returns registers; up waits until enough are free. The kernel needs __launch_bounds__.
 template <int N>
 SK_DEVICE void set_registers_up() {
   static_assert(N % 8 == 0 && N >= 24 && N <= 256, "registers");
@@ -112,7 +117,7 @@ SK_DEVICE void set_registers_down() {
   static_assert(N % 8 == 0 && N >= 24 && N <= 256, "registers");
   SK_PTX("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-// True in one lane of the warp, the same one every time. All lanes come here.
+// True in one lane of the warp, always the same one. All lanes must call it.
 SK_DEVICE bool elect_one() {
   uint32_t elected = 0;
   SK_PTX("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(elected)::"memory");
@@ -121,16 +126,16 @@ SK_DEVICE bool elect_one() {
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 
-// Before the first wgmma, and again after ordinary code has touched the sums or an operand's registers.
+// Call before the first wgmma, and again after ordinary code has touched the accumulators or an operand's registers.
 SK_DEVICE void wgmma_fence() { SK_PTX("wgmma.fence.sync.aligned;" :: : "memory"); }
-// Closes the group of products since the last one.
+// Closes the group of products since the last commit.
 SK_DEVICE void wgmma_commit() { SK_PTX("wgmma.commit_group.sync.aligned;" :: : "memory"); }
-// Waits until at most N groups are open.
+// Waits until at most N groups are pending.
 template <int N>
 SK_DEVICE void wgmma_wait() {
   SK_PTX("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Keeps the compiler from moving uses of the registers across this line: behind the wait that makes them valid, and
+// Keeps the compiler from moving uses of the registers across this line: after the wait that makes them valid, and
 // before the fence that hands them over.
 template <int kCount>
 SK_DEVICE void wgmma_pin(float (&d)[kCount]) {
@@ -143,7 +148,7 @@ SK_DEVICE void wgmma_pin(uint32_t (&a)[kCount]) {
   for (int i = 0; i < kCount; ++i) SK_PTX("" : "+r"(a[i])::"memory");
 }
 
-// One product's registers as the assembler names them, and as the compiler does, eight more in each line.
+// A product's registers, as the assembler names them and as the compiler does; each line adds eight.
 #define SK_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SK_NAMES_16 SK_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SK_NAMES_24 SK_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -183,7 +188,7 @@ SK_DEVICE void wgmma_pin(uint32_t (&a)[kCount]) {
 template <class T, int N>
 struct Wgmma;
 
-// The operands behind the sums %0 ... %(N / 2 - 1) have the numbers r0 ... r6.
+// r0 ... r6 number the operands that follow the accumulators %0 ... %(N / 2 - 1).
 #if SK_HOPPER
 #define SK_WGMMA_OF(T, type, N, regs, r0, r1, r2, r3, r4, r5, r6)                                                     \
   template <>                                                                                                         \
@@ -235,11 +240,11 @@ SK_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef SK_WGMMA
 #undef SK_WGMMA_OF
 
-// d (64 x N) += a (64 x 16) b (16 x N), or = a b without `accumulate`; 16-bit operands, float sums. Warp w of the
-// warpgroup has the rows 16 w ... 16 w + 15: with g = lane / 4, q = lane % 4, d[4 j] and d[4 j + 1] are (g, 8 j + 2q)
-// and (g, 8 j + 2q + 1), d[4 j + 2] and d[4 j + 3] the same of row g + 8. In registers, a is mma_16816's operand of the
-// warp's 16 rows. b's tile has N rows of the summed index (k_major), or, transposed, rows of N columns (mn_major); so
-// for a with its 64 rows.
+// d (64 x N) += a (64 x 16) b (16 x N), or = a b without `accumulate`: 16-bit operands, float accumulators. Warp w of
+// the warpgroup has rows 16 w ... 16 w + 15. With g = lane / 4, q = lane % 4: d[4 j], d[4 j + 1] are (g, 8 j + 2q), (g,
+// 8 j + 2q + 1); d[4 j + 2], d[4 j + 3] are the same of row g + 8. An `a` in registers is mma_16816's operand of the
+// warp's 16 rows. The tile of b has N rows of the summed index (k_major) or, transposed, rows of N columns (mn_major);
+// likewise a, with 64 rows.
 template <class T, int N, int kTransposeA, int kTransposeB>
 SK_DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   Wgmma<T, N>::template ss<kTransposeA, kTransposeB>(d, a, b, accumulate);
@@ -251,20 +256,20 @@ SK_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, b
 
 #endif  // !SK_SIMT
 
-// A matrix in shared memory with the 128-byte swizzle, from `start` on. The strides are those of the canonical layouts:
-// k_major has only the second, from eight rows to the next; mn_major the first from 64 columns to the next, the second
-// from eight rows to the next.
+// Describes a matrix in shared memory that starts at `start`, with the 128-byte swizzle. The strides are those of the
+// canonical layouts. k_major has only the second: from eight rows to the next. mn_major has both: the first from 64
+// columns to the next, the second from eight rows to the next.
 SK_DEVICE uint64_t shared_descriptor(const void* start, int leading_bytes, int stride_bytes) {
   const auto field = [](uint32_t bytes) { return static_cast<uint64_t>((bytes & 0x3FFFF) >> 4); };
   return field(shared_address(start)) | field(static_cast<uint32_t>(leading_bytes)) << 16 |
          field(static_cast<uint32_t>(stride_bytes)) << 32 | uint64_t{1} << 62;
 }
-// The operand for the summed indices 16 step ... 16 step + 15 where they run along the tiles' rows: rows from `tile`
-// on, a multiple of 8 of them into it. `tile_bytes` is from one tile of 64 columns to the next.
+// The operand of summed indices 16 step ... 16 step + 15 when these run along the tile's rows. `tile` may point to any
+// multiple of 8 rows inside a tile; `tile_bytes` is the distance from one tile of 64 columns to the next.
 SK_DEVICE uint64_t k_major_descriptor(const void* tile, int step, int tile_bytes) {
   return shared_descriptor(static_cast<const unsigned char*>(tile) + step / 4 * tile_bytes + step % 4 * 32, 16, 1024);
 }
-// The same where they run down the tiles' rows: all columns from those of `tile` on, which is a whole tile.
+// The same when the summed index runs down the tile's rows: all columns from `tile` on, which starts a tile.
 SK_DEVICE uint64_t mn_major_descriptor(const void* tile, int step, int tile_bytes) {
   return shared_descriptor(static_cast<const unsigned char*>(tile) + step * 2048, tile_bytes, 1024);
 }

@@ -1,4 +1,4 @@
-// See launch.h. The driver's function is asked for by name: the library needs no libcuda to be loaded.
+// See launch.h. The driver's function is found by name: loading the library does not need libcuda.
 #include <cuda.h>
 
 #include "launch.h"
@@ -35,7 +35,7 @@ TensorMap tensor_map(const char* op, Dtype dtype, const void* data, const int64_
     dims[i] = static_cast<cuuint64_t>(sizes[i]);
     boxes[i] = static_cast<cuuint32_t>(box[i]);
     steps[i] = 1;
-    // Never used to find an element where the size is 1.
+    // TMA never uses the stride of a dimension of size 1: any valid value will do.
     if (i > 0) bytes[i - 1] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(strides[i]) * 2;
   }
   TensorMap map;

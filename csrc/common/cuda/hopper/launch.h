@@ -1,4 +1,4 @@
-// The host side of csrc/common/cuda/hopper/device.cuh: what TMA has to know of a tensor.
+// Host side of csrc/common/cuda/hopper/device.cuh: the tensor maps that TMA needs.
 #pragma once
 
 #include "common/cuda/launch.h"
@@ -6,19 +6,19 @@
 
 namespace seqkern {
 
-// Whether the device of `t` runs the kernels of sm_90a, and this library has them.
+// Whether the device of `t` runs sm_90a kernels and this library contains them.
 bool hopper_serves(const Tensor& t);
 
-// A tensor of four dimensions and 16-bit elements, the innermost one first: sizes and strides in elements, of which
-// strides[0] is 1. A load or store moves a box of box[0] x ... x box[3] elements, box[0] = 64: its rows of 128 bytes
-// lie one behind the other in shared memory, swizzled. What a load finds outside of the tensor is 0.
+// The map of a tensor of four dimensions of 16-bit elements, innermost dimension first. Sizes and strides are in
+// elements; strides[0] is 1. A load or store moves a box of box[0] x ... x box[3] elements, box[0] = 64. Its rows of
+// 128 bytes are consecutive in shared memory, swizzled. Elements outside the tensor are loaded as 0.
 //
-// `data` and all other strides are multiples of 16 bytes and not 0 (a stride over a size of 1 does not matter), and
-// nothing is empty. Raises with the op's name otherwise.
+// `data` and the other strides are multiples of 16 bytes and not 0 (the stride of a dimension of size 1 does not
+// matter). The tensor is not empty. Otherwise raises with the op's name.
 TensorMap tensor_map(const char* op, Dtype dtype, const void* data, const int64_t (&sizes)[4],
                      const int64_t (&strides)[4], const int (&box)[4]);
 
-// What of it TMA cannot do, or null.
+// Why TMA cannot map this tensor, or null if it can.
 inline const char* tensor_map_refusal(Dtype dtype, const void* data, const int64_t (&sizes)[4],
                                       const int64_t (&strides)[4], const int (&box)[4]) {
   if (dtype != Dtype::bf16 && dtype != Dtype::f16) return "elements of 16 bits are expected";

@@ -1,5 +1,5 @@
-// Whether the library has code of exactly sm_90a, without a launch: code for any other architecture, and PTX, which a
-// device of 9.0 would run too, leaves the kernel below empty.
+// Tells, without a launch, whether the library contains code for exactly sm_90a. Code for any other architecture leaves
+// the kernel below empty; so does PTX, which a device of 9.0 could also run.
 #include "launch.h"
 
 namespace seqkern {
