@@ -4,9 +4,9 @@ torch.utils.cpp_extension is not used: the kernels are compiled once per instruc
 binary must not depend on the torch, Python or CUDA version it was built with, and CUDA kernels are built wherever nvcc
 is, whether or not this torch was built for CUDA. Ninja does the incremental work.
 
-Beside it, where Python's headers are there, a small library that does depend on them: the fast path (csrc/*/node.cpp), named
-after the torch and the Python that it is for, and loaded by no other. It is built in place (`make build`, `pip install
--e .`) and is in no wheel.
+Beside it, where Python's headers are there, a small library that does depend on them: the fast path (csrc/*/node.cpp),
+named after the torch and the Python that it is for, and loaded by no other. It is built in place (`make build`, `pip
+install -e .`) and is in no wheel.
 """
 
 import importlib.util

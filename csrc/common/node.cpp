@@ -110,7 +110,7 @@ bool read_number(PyObject* object, double& number) {
 }
 
 bool read_integer(PyObject* object, int64_t& number) {
-  if (!PyLong_Check(object)) return false;
+  if (!PyLong_CheckExact(object)) return false;
   number = PyLong_AsLongLong(object);
   return !(number == -1 && PyErr_Occurred());
 }

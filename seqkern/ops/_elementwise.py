@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from seqkern import _direct
+from seqkern._direct import Context, fast, long_way
 from seqkern._keywords import refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import check_not_nested, is_proxy, record
@@ -100,10 +102,22 @@ def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[
     Forward.__name__ = Forward.__qualname__ = f"{name.title()}Forward"
     Backward.__name__ = Backward.__qualname__ = f"{name.title()}Backward"
     ForwardEager, BackwardEager = eager(Forward), eager(Backward)
+    front = _direct.FRONTS.get(name)
+
+    @long_way(f"{name.title()}Node")
+    def _(grads: Any, saved: Any, kept: Any, numbers: Any, needs: Any) -> Any:
+        context: Any = Context(saved, needs)
+        context.constants = tuple(map(int, numbers))
+        return Forward.backward(context, *grads)[:count]
+
     _register(name, count)
 
     def run(function: Callable[..., Any], arguments: dict[str, Any], *constants: Any) -> Any:
         values = [arguments[each] for each in tensors]
+        if front is not None and fast():
+            output: Tensor | None = front(*values, *constants)
+            if output is not None and not arguments["unexpected"]:
+                return output
         if any(map(is_proxy, values)):
             return record(function, arguments)
         if arguments["unexpected"]:

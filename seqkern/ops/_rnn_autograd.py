@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from seqkern import reference
 from seqkern._arguments import Rnn, RnnBackward, RnnGrads, RnnKept, RnnNumbers, RnnTensors, Weights, by_name
+from seqkern._direct import Context, long_way
 from seqkern._library import kernel
 from seqkern.ops._autograd import (
     apply,
@@ -253,6 +254,38 @@ class _RnnBackward(torch.autograd.Function):
 
 
 _RnnEager, _RnnBackwardEager = eager(_Rnn), eager(_RnnBackward)
+
+
+@long_way("RnnNode")
+def _backward_of_node(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Any],
+    kept: Sequence[Tensor],
+    numbers: Sequence[float],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of input, h0, c0 and the weights that are there, kind by kind; they are differentiable again."""
+    *inputs, cells, gates, output = saved
+    cell, bias, projected = (int(number) for number in numbers)
+    directions = inputs[1].shape[0]
+    there = Weights(True, True, bool(bias), bool(bias), bool(projected), False, False)
+
+    def layer(values: Sequence[Any], nothing: Any) -> Rnn:
+        input, h0, c0, *flat = values
+        weights = Weights(*[[flat.pop(0) if given else nothing for _ in range(directions)] for given in there])
+        return Rnn(RnnTensors(input, h0, c0, *[nothing] * 4), RnnNumbers(0.0, 0.0, 1e-5, cell), weights)
+
+    given, wanted = layer(inputs, None), layer(needs, False)
+    results = (output, cells, gates, cells.new_empty(0))
+    context: Any = Context(
+        (*results, *given.tensors, *given.weights.flat()),
+        (False, False, *wanted.tensors, *[False] * len(given.numbers), *wanted.weights.flat()),
+    )
+    context.numbers = given.numbers
+    _, _, *found = _Rnn.backward(context, *grads, *[None] * (4 - len(grads)))
+    tensors, _, weights = Rnn.of(found)
+    of_weights = [g for each, given in zip(weights, there, strict=True) for g in each if given]
+    return [tensors.input, tensors.h0, tensors.c0, *of_weights]
 
 
 # ---- fake kernels -------------------------------------------------------------------------------------------------

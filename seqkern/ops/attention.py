@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _torchs
 
+from seqkern import _direct
+from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._recording import exports_onnx, is_proxy, record
@@ -89,6 +91,12 @@ def scaled_dot_product_attention(
         >>> torch.allclose(y, z, atol=1e-6)
         True
     """
+    if attn_mask is None and type(dropout_p) is float and dropout_p == 0 and fast():
+        found: Tensor | None = _direct.attention(
+            query, key, value, is_causal, False, None, scale, None, enable_gqa is False
+        )
+        if found is not None and not unexpected:
+            return found
     if is_proxy(query):
         return record(scaled_dot_product_attention, locals())
     if unexpected:
@@ -218,6 +226,19 @@ def attention(
         (torch.Size([1, 8, 1, 64]), torch.Size([1, 8, 1]))
         >>> recent = seqkern.attention(q, k, v, window=(15, 0), softcap=30.0, sinks=torch.zeros(8))
     """
+    if (
+        attn_mask is key_lengths is alibi_slopes is sinks is None
+        and return_lse is False
+        and (causal_align == "lower_right" or causal_align == "upper_left")
+        and type(dropout_p) is float
+        and dropout_p == 0
+        and fast()
+    ):
+        found: Tensor | None = _direct.attention(
+            query, key, value, causal, causal_align == "lower_right", window, scale, softcap, False
+        )
+        if found is not None and not unexpected:
+            return found
     if is_proxy(query):
         return record(attention, locals())
     if unexpected:

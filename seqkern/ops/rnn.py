@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqkern import _direct
 from seqkern._arguments import Rnn, RnnNumbers, RnnTensors, Weights
+from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._recording import is_proxy, record
@@ -167,6 +169,16 @@ def lstm(
         return record(lstm, locals())
     if unexpected:
         refuse(lstm, unexpected)
+    if (
+        peepholes is None
+        and not return_all_c
+        and _is_plain(
+            lengths, num_layers, dropout, training, norms, recurrent_dropout, zoneout, resets, recompute, seed
+        )
+    ):
+        found: Any = _direct.rnn(LSTM, input, hx, weights, num_layers, bidirectional, batch_first)
+        if found is not None:
+            return found
     output, h_n, c_n, cells = _network(
         "lstm", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed, peepholes, return_all_c,
@@ -235,6 +247,10 @@ def gru(
         return record(gru, locals())
     if unexpected:
         refuse(gru, unexpected)
+    if _is_plain(lengths, num_layers, dropout, training, norms, recurrent_dropout, zoneout, resets, recompute, seed):
+        found: Any = _direct.rnn(GRU, input, hx, weights, num_layers, bidirectional, batch_first)
+        if found is not None:
+            return found
     return _network(
         "gru", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
@@ -292,6 +308,10 @@ def rnn_tanh(
         return record(rnn_tanh, locals())
     if unexpected:
         refuse(rnn_tanh, unexpected)
+    if _is_plain(lengths, num_layers, dropout, training, norms, recurrent_dropout, zoneout, resets, recompute, seed):
+        found: Any = _direct.rnn(RNN_TANH, input, hx, weights, num_layers, bidirectional, batch_first)
+        if found is not None:
+            return found
     return _network(
         "rnn_tanh", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
@@ -341,10 +361,42 @@ def rnn_relu(
         return record(rnn_relu, locals())
     if unexpected:
         refuse(rnn_relu, unexpected)
+    if _is_plain(lengths, num_layers, dropout, training, norms, recurrent_dropout, zoneout, resets, recompute, seed):
+        found: Any = _direct.rnn(RNN_RELU, input, hx, weights, num_layers, bidirectional, batch_first)
+        if found is not None:
+            return found
     return _network(
         "rnn_relu", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
         recurrent_dropout, zoneout, resets, recompute, seed,
     )[:2]  # fmt: skip
+
+
+def _is_plain(
+    lengths: Any,
+    num_layers: Any,
+    dropout_p: Any,
+    training: Any,
+    norms: Any,
+    recurrent_dropout: Any,
+    zoneout: Any,
+    resets: Any,
+    recompute: Any,
+    seed: Any,
+) -> bool:
+    """Whether the fast path may be asked: torch's layers without dropout, and no option of ours."""
+    return (
+        lengths is None
+        and norms is None
+        and resets is None
+        and seed is None
+        and recompute is False
+        and type(zoneout) is float
+        and type(recurrent_dropout) is float
+        and type(dropout_p) is float
+        and zoneout == recurrent_dropout == 0
+        and (dropout_p == 0 or (0 < dropout_p <= 1 and (training is False or num_layers == 1)))
+        and fast()
+    )
 
 
 def _network(

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqkern import reference
+from seqkern import _direct, reference
 from seqkern._arguments import RnnCell, RnnCellBackward
+from seqkern._direct import Context, fast, long_way
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import is_proxy, record
@@ -189,6 +190,10 @@ def _cell(
     name: str, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> Any:
     op, cell = f"{name}_cell", CELLS[name]
+    if fast():
+        state = _direct.rnn_cell(cell, input, hx, w_ih, w_hh, b_ih, b_hh)
+        if state is not None:
+            return state
     check_tensor(op, "input", input, 2)
     h, c = check_pair(op, hx) if cell == LSTM else (check_state(op, hx), None)
     check_tensor(op, "w_hh", w_hh, 2)
@@ -361,6 +366,22 @@ class _RnnCellBackward(torch.autograd.Function):
 
 
 _RnnCellEager, _RnnCellBackwardEager = eager(_RnnCell), eager(_RnnCellBackward)
+
+
+@long_way("RnnCellNode")
+def _backward_of_node(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Any],
+    kept: Sequence[Tensor],
+    numbers: Sequence[float],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradients of x_gates, h_gates, h and c; they are differentiable again."""
+    x_gates, h_gates, h, c, activated, *c_new = saved
+    context: Any = Context((x_gates, h_gates, h, c, c_new[0] if c_new else h.new_empty(0), activated), needs)
+    context.cell = int(numbers[0])
+    found: tuple[Tensor | None, ...] = _RnnCell.backward(context, *grads, *[None] * (2 - len(grads)))
+    return found[:-1]
 
 
 # ---- fake kernels and batching rules ------------------------------------------------------------------------------
