@@ -1,4 +1,4 @@
-// What Python asks the library about itself: plain C functions, found with ctypes in the loaded extension.
+// The library's interface for Python: plain C functions, which ctypes finds in the loaded extension.
 #include "cpu_isa.h"
 #include "pool.h"
 

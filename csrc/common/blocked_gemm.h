@@ -4,8 +4,8 @@
 // under what L2 delivers. C is cut into blocks of up to kBlockRows x kBlockColumns, one work item each. A block's C
 // stays in scratch over the whole depth; a finished tile leaves for C while it is still in L1. A is taken in slices of
 // kBlockDepth. Where tiles are two vectors wide, a slice is copied so that the elements of a column, which a tile reads
-// together, are contiguous. Where they are four vectors wide, rows are read in place if possible. (Rows a multiple of 4
-// KB apart would collide in the cache.)
+// together, are contiguous. Where they are four vectors wide, rows are read in place if possible: not if they are a
+// multiple of 4 KB apart, since they would collide in the cache.
 //
 // An element of C is the sum of its slices in ascending k. It depends neither on the blocks, nor on the number of
 // threads, nor on the other rows.

@@ -76,8 +76,8 @@ void* map(size_t) { return nullptr; }
 void unmap(const Block&) {}
 #endif
 
-// Removes the least recently used sizes until `limit` bytes are left. The caller holds the lock, and unmaps the blocks
-// after releasing it.
+// Removes blocks, of the least recently used sizes first, until `limit` bytes are left. The caller holds the lock, and
+// unmaps the blocks after releasing it.
 std::vector<Block> shrink(Pool& p, size_t limit) {
   std::vector<Block> dropped;
   while (p.bytes > limit) {

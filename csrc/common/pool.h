@@ -19,7 +19,8 @@ void pool_give(void* block, size_t size);
 void pool_release();
 void pool_set_limit(size_t limit);
 size_t pool_waiting();
-// For tests: fills blocks with NaN before they are handed out, and asks other allocators here to do the same.
+// For tests: fills blocks with NaN before they are handed out, and makes the other allocators of the library do the
+// same.
 void pool_set_poison(bool poison);
 bool pool_poisons();
 

@@ -11,7 +11,7 @@
 //   add_columns         sums of columns, in double
 //
 // They divide the work among torch's threads by the shape alone, and an element of C depends only on its own row of A
-// and column of B: the bits are the same on any number of threads and beside any other rows. An op with parallel
+// and column of B: the bits are the same on any number of threads and with any other rows. An op with parallel
 // workers of its own calls the table's entry points from those.
 //
 // `kernels` are the active tier's. They convert bfloat16 and float16 to float32 and multiply that; in the tiers
@@ -144,7 +144,7 @@ struct ProductKernels {
   int64_t (*few_rows_scratch)(const FewRowsProduct&);
   void (*few_rows)(const FewRowsProduct&, int64_t item, void* scratch);
 
-  // For ranges: of the rows of C or of the matrix, or of columns.
+  // Each call works on a range of rows (of C or of the matrix), or of columns.
   void (*outer)(const OuterProduct&, int64_t row_begin, int64_t row_end);
   void (*gather)(const Gather&, int64_t row_begin, int64_t row_end);
   void (*scatter)(const Scatter&, int64_t row_begin, int64_t row_end);

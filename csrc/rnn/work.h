@@ -45,7 +45,7 @@ class Loops {
     const int64_t workers = !worth_it ? 1 : threads % p.directions == 0 ? threads / p.directions : threads;
     const int64_t weights = p.gate_columns * p.width,
                   most_shares = std::clamp<int64_t>(p.batch / kShareRows, 1, workers);
-    const auto fullness = [&](int64_t rows) {  // of the register tiles of so many rows
+    const auto fullness = [&](int64_t rows) {  // of the register tiles of `rows` rows
       const int64_t tile = pass.tile_rows(p.layer);
       return static_cast<double>(rows) / static_cast<double>((rows + tile - 1) / tile * tile);
     };

@@ -157,7 +157,7 @@ MOST_DRAWS, ELEMENTS = 32, 1 << 20
 
 
 def check_case(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> list[ErrorReport]:
-    """Runs a case in `dtype` under the backend in force: one report for every output and gradient.
+    """Runs a case in `dtype` under the active backend: one report for every output and gradient.
 
     Uses the inputs of `seed`. If those break a bound and are few, it adds the inputs of the next seeds and judges all
     draws as one. The largest of a few errors is a matter of luck, for torch too: now and then a single draw breaks the

@@ -3,10 +3,10 @@
 // A tile is 16 rows of 64 bytes. A left tile is 16 rows of 32 bfloat16. Row i of a right tile holds rows 2i and 2i + 1
 // of the operand, interleaved as pairs. Packed operands are consecutive tiles of 1 KB, padded with zeros:
 //
-//   rows        left tiles of the matrix as it lies: 16 rows by 32 columns
+//   rows        left tiles of the matrix itself: 16 rows by 32 columns
 //   transposed  left tiles of its transpose: 16 columns by 32 rows
 //   columns     right tiles of its transpose: a tile multiplies 32 columns, and gives 16 rows as the result's columns
-//   pairs       right tiles of the matrix as it lies: 32 rows by 16 columns
+//   pairs       right tiles of the matrix itself: 32 rows by 16 columns
 #pragma once
 
 #include "scores.h"

@@ -21,7 +21,7 @@ constexpr int64_t kDecodeRows = 16, kDecodeKeys = 512;
 // by that: there scores are a product with one vector of lanes, and are stored by keys, as elsewhere.
 template <class A>
 constexpr bool kDots = W<A> >= 8;
-// Output sums in registers; at most so many packets of columns, and rows. (More sums spill: NOTES.md.)
+// Output sums in registers; at most so many packets of columns, and rows. (More sums are slower: NOTES.md.)
 constexpr int kWeighed = 4 * kGemmVecs, kMostPackets = 4, kMostRows = 2 * kGemmVecs;
 // Prefetch distance in bytes: a core that waits for each line in turn gets half the bandwidth. One line at a time,
 // between the products: a core has some tens of requests in flight, and stalls while it queues more.
@@ -157,7 +157,7 @@ SK_INLINE void for_packets(int64_t columns, const Body& body) {
 }
 
 // As for_packets, for the products of keys with queries: calls body(key, query), two functions that load from a row.
-// Loading a key also prefetches what is `ahead` elements further on, unless `ahead` is 0.
+// Loading a key also prefetches the address `ahead` elements further on, unless `ahead` is 0.
 template <class T, class Body, class A = acc_t<T>>
 SK_INLINE void for_key_packets(const T* keys, int64_t stride, int64_t dim, const A* query, int64_t ahead,
                                const Body& body) {
