@@ -83,4 +83,4 @@ format:
 	git ls-files $(CXX_FILES) | xargs $(VENV)/bin/clang-format -i
 
 clean:
-	rm -rf build dist report .benchmarks seqkern/_C.abi3.so *.egg-info
+	rm -rf build dist report .benchmarks seqkern/_C.abi3.so seqkern/_node-*.so *.egg-info

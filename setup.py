@@ -4,7 +4,7 @@ torch.utils.cpp_extension is not used: the kernels are compiled once per instruc
 binary must not depend on the torch, Python or CUDA version it was built with, and CUDA kernels are built wherever nvcc
 is, whether or not this torch was built for CUDA. Ninja does the incremental work.
 
-Beside it, where Python's headers are there, a small library that does depend on them: autograd nodes in C++, named
+Beside it, where Python's headers are there, a small library that does depend on them: the fast path (csrc/*/node.cpp), named
 after the torch and the Python that it is for, and loaded by no other. It is built in place (`make build`, `pip install
 -e .`) and is in no wheel.
 """
@@ -14,11 +14,9 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -27,10 +25,13 @@ from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
+sys.path.append(str(ROOT))  # pip runs this file without its folder on the path
+from setup_cuda import CUDA_TARGETS, Cuda, find_cuda, has_kernels  # noqa: E402
+
 CSRC = ROOT / "csrc"
 
 NODE = "seqkern._node"
-NODE_SOURCE = CSRC / "layer_norm" / "layer_norm_node.cpp"
+NODE_SOURCES = sorted(CSRC.rglob("node.cpp"))
 
 # The oldest torch whose stable ABI the binary needs: 2.10.
 TORCH_TARGET_VERSION = "0x020a000000000000"
@@ -54,25 +55,10 @@ X86_TIERS = {
         "-Wno-maybe-uninitialized",
     ],
 }
-# The tiers with products of bfloat16, where the compiler knows them: *_bf16.cpp.
+# The tiers with products of bfloat16, where the compiler knows them: cpu/*bf16.cpp.
 AVX512BF16_FLAGS = [*X86_TIERS["avx512"], "-mavx512bf16", "-fno-exceptions"]
 BF16_TIERS = {"avx512bf16": AVX512BF16_FLAGS, "amx": [*AVX512BF16_FLAGS, "-mamx-tile", "-mamx-bf16"]}
 TIERS = X86_TIERS if platform.machine().lower() in ("x86_64", "amd64") else {"generic": []}
-
-# What CUDA kernels are compiled for: machine code by compute capability (80 runs on every 8.x, 120 on 12.x, an "a" on
-# its own chip alone), and PTX, which a driver compiles for any other GPU: of 9.0, the oldest that has all that the
-# kernels use, because PTX runs on what is newer only. PTX of 10.0 or 12.0 would leave out chips and gain nothing.
-CUDA_TARGETS = {
-    "80": "arch=compute_80,code=sm_80",
-    "90a": "arch=compute_90a,code=sm_90a",
-    "100a": "arch=compute_100a,code=sm_100a",
-    "120": "arch=compute_120,code=sm_120",
-    "ptx90": "arch=compute_90,code=compute_90",
-}
-CUDA_FLAGS = [
-    "-std=c++17", "-O3", "-Xptxas=-v", "--expt-relaxed-constexpr",
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-fvisibility-inlines-hidden,-Wall,-Wno-unknown-pragmas,-Wno-psabi",
-]  # fmt: skip
 
 
 def torch_root() -> Path:
@@ -97,7 +83,7 @@ class NinjaBuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name == NODE and not python_headers().joinpath("Python.h").exists():
-            raise CompileError("no Python headers: norms keep their autograd nodes in Python, a few us slower")
+            raise CompileError("no Python headers: calls go through the dispatcher, some tens of us slower")
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
         build_dir = (ROOT / "build" / "ninja").resolve()
@@ -115,7 +101,7 @@ class NinjaBuildExt(build_ext):
             command += ["-j", jobs]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
             if node:
-                raise CompileError("norms keep their autograd nodes in Python, see the compiler's message above")
+                raise CompileError("calls go through the dispatcher, see the compiler's message above")
             raise SystemExit("seqkern: the C++ build failed, see the compiler's message above")
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -142,7 +128,7 @@ class EditableWheel(editable_wheel):
 
 
 def node_tag() -> str:
-    """What the autograd nodes in C++ are for."""
+    """What the fast path's library is for."""
     return f"{torch_version()}-{sys.implementation.cache_tag}"
 
 
@@ -167,123 +153,6 @@ def knows_bf16_tiers() -> bool:
         return subprocess.run(command, input=b"", capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         return False  # the build itself will say so
-
-
-@dataclass(frozen=True)
-class Cuda:
-    """An nvcc that works, and what it compiles for."""
-
-    nvcc: Path
-    version: tuple[int, int]
-    archs: list[str]
-    library: Path  # CUDA's runtime, static: the binary needs no CUDA to be there
-
-    def flags(self) -> list[str]:
-        # A smaller file, which drivers for CUDA 12.4 can read: those that CUDA 13 needs anyway.
-        return [*CUDA_FLAGS, *(["--compress-mode=size"] if self.version >= (13, 0) else [])]
-
-
-def find_cuda() -> Cuda | None:
-    """nvcc and the targets that SEQKERN_CUDA_ARCHS asks for, or None where there is no nvcc or "none" is asked for.
-
-    Says so once. A name that is none, or a target that this nvcc does not know, ends the build; so does "native" on a
-    machine without a GPU. "present" takes what there is: the targets of the GPUs that are here, or none.
-    """
-    asked = os.environ.get("SEQKERN_CUDA_ARCHS", "").replace(",", ";").strip()
-    wanted = [name.strip() for name in asked.split(";") if name.strip()]
-    required = bool(wanted) and wanted != ["present"]  # what cannot be built ends the build
-    native = wanted == ["native"]
-    if wanted == ["present"]:
-        wanted = present_archs()
-        if not wanted:
-            print(
-                "seqkern: nvidia-smi names no GPU: no CUDA C++ kernels in this build (they come with make test, make "
-                "wheel, or another SEQKERN_CUDA_ARCHS than present)",
-                file=sys.stderr,
-            )
-            return None
-    elif native:
-        wanted = native_archs()
-    if unknown := [name for name in wanted if name not in CUDA_TARGETS and wanted != ["none"]]:
-        raise SystemExit(
-            f"seqkern: SEQKERN_CUDA_ARCHS must be native, present, none, or some of {';'.join(CUDA_TARGETS)}, "
-            f"got {unknown[0]!r}"
-        )
-    if wanted == ["none"]:
-        print("seqkern: SEQKERN_CUDA_ARCHS is none: no CUDA kernels in this build", file=sys.stderr)
-        return None
-    nvcc = find_nvcc()
-    if nvcc is None:
-        if required and not native:
-            raise SystemExit(f"seqkern: SEQKERN_CUDA_ARCHS is {asked!r}, but there is no nvcc: set NVCC or CUDA_HOME")
-        print(
-            "seqkern: no nvcc (NVCC, CUDA_HOME, PATH, /usr/local/cuda): no CUDA C++ kernels in this build; "
-            "CPU tensors run C++, CUDA tensors Triton",
-            file=sys.stderr,
-        )
-        return None
-    path, version = nvcc
-    known = answer(path, "--list-gpu-arch").split()
-    archs = [a for a in CUDA_TARGETS if f"compute_{re.sub('[^0-9]', '', a)}" in known and (not wanted or a in wanted)]
-    missing = [name for name in wanted or CUDA_TARGETS if name not in archs]
-    if missing and (required or not (archs or wanted)):
-        raise SystemExit(f"seqkern: {path} of CUDA {version[0]}.{version[1]} cannot compile for {missing[0]}")
-    if missing:
-        print(f"seqkern: {path} does not know {', '.join(missing)}: not in this build", file=sys.stderr)
-    if not archs:
-        return None
-    library = static_runtime(path)
-    if library is None:
-        message = f"seqkern: {path} comes without libcudart_static.a"
-        if required or os.environ.get("NVCC"):
-            raise SystemExit(message)
-        print(f"{message}: no CUDA C++ kernels in this build", file=sys.stderr)
-        return None
-    return Cuda(path, version, archs, library)
-
-
-def static_runtime(nvcc: Path) -> Path | None:
-    """CUDA's runtime library in the folders where this nvcc would look for it."""
-    words = re.search(r"^#\$ LIBRARIES=(.*)", answer(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull), re.MULTILINE)
-    folders = [Path(word[2:]) for word in shlex.split(words[1]) if word.startswith("-L")] if words else []
-    return next((f.resolve() / "libcudart_static.a" for f in folders if (f / "libcudart_static.a").exists()), None)
-
-
-def native_archs() -> list[str]:
-    """The targets of this machine's GPUs, of which there has to be one."""
-    found = present_archs()
-    if not found:
-        raise SystemExit("seqkern: SEQKERN_CUDA_ARCHS is native, but nvidia-smi names no GPU")
-    return found
-
-
-def present_archs() -> list[str]:
-    """The targets of this machine's GPUs, as nvidia-smi names them; none where it names none or is not there."""
-    answers = answer(Path("nvidia-smi"), "--query-gpu=compute_cap", "--format=csv,noheader").split()
-    found = {answer.replace(".", "") for answer in answers if re.fullmatch(r"\d+\.\d", answer)}
-    generations = {"8": "80", "12": "120"}
-    return [f"{c}a" if f"{c}a" in CUDA_TARGETS else generations.get(c[:-1], "ptx90") for c in sorted(found)]
-
-
-def find_nvcc() -> tuple[Path, tuple[int, int]] | None:
-    """The first nvcc that tells its version; the one that NVCC names has to."""
-    named, home = os.environ.get("NVCC"), os.environ.get("CUDA_HOME")
-    elsewhere = [home and f"{home}/bin/nvcc", shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
-    for candidate in filter(None, [named] if named else elsewhere):
-        if release := re.search(r"release (\d+)\.(\d+)", answer(Path(candidate), "--version")):
-            return Path(candidate), (int(release[1]), int(release[2]))
-    if named:
-        raise SystemExit(f"seqkern: NVCC is {named!r}, which does not tell its version as nvcc does")
-    return None
-
-
-def answer(program: Path, *arguments: str) -> str:
-    """What it prints, or nothing where it cannot run."""
-    try:
-        result = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return result.stdout + result.stderr if result.returncode == 0 else ""
 
 
 def ninja_file(output: Path, torch_dir: Path) -> str:
@@ -319,14 +188,12 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
         lines += [f"build {name}: cuda {quote(source)}", f"  extra = {' '.join(host_flags)} {targets}"]
         objects.append(name)
     # Kernels first, the longest of which take half a minute, so that no core waits for another at the end.
-    for source in sorted(CSRC.rglob("*.cpp"), key=lambda p: (not p.stem.endswith(("_cpu", "_bf16")), p)):
+    for source in sorted(CSRC.rglob("*.cpp"), key=lambda p: (p.parent.name != "cpu", p)):
         relative = source.relative_to(CSRC).with_suffix("")
-        if source.name.endswith("_cpu.cpp"):
-            units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in TIERS.items()]
-        elif source == NODE_SOURCE:
+        if source in NODE_SOURCES:
             continue
-        elif source.name.endswith("_bf16.cpp"):
-            tiers = BF16_TIERS if bf16_tiers else {}
+        if source.parent.name == "cpu":
+            tiers = TIERS if not source.stem.endswith("bf16") else BF16_TIERS if bf16_tiers else {}
             units = [(f"{relative}.{tier}.o", [f"-DSK_TIER={tier}", *flags]) for tier, flags in tiers.items()]
         elif source == CSRC / "library.cpp":
             units = [(f"{relative}.o", [*host_flags, f"'-DSK_CUDA_ARCHS=\"{' '.join(cuda.archs) if cuda else ''}\"'"])]
@@ -337,11 +204,6 @@ def ninja_file(output: Path, torch_dir: Path) -> str:
             objects.append(name)
     lines += [f"build {quote(output)}: link {' '.join(objects)}", f"default {quote(output)}", ""]
     return "\n".join(lines)
-
-
-def has_kernels(source: Path) -> bool:
-    """Whether a .cu has kernels: its own, or those that it launches (csrc/common/cuda_launch.h)."""
-    return source.stem.endswith("_cuda") and re.search(r"\blaunch\(|__global__", source.read_text()) is not None
 
 
 def cuda_rule(cuda: Cuda) -> list[str]:
@@ -364,11 +226,12 @@ def cuda_rule(cuda: Cuda) -> list[str]:
 def node_ninja_file(output: Path, torch_dir: Path) -> str:
     include = torch_dir / "include"
     headers = (include, include / "torch" / "csrc" / "api" / "include", python_headers())
+    # Objects of their own, for this torch and this Python: each output (in place, in a wheel) is only a link.
+    objects = {f"{source.relative_to(CSRC).with_suffix('')}-{node_tag()}.o": source for source in NODE_SOURCES}
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = -std=gnu++20 -O2 -fPIC -fvisibility=hidden {os.environ.get('CXXFLAGS', '')}".rstrip(),
         f"includes = -I{word(CSRC)} -I{word(CSRC / 'common')} {' '.join(f'-isystem {word(h)}' for h in headers)}",
-        # An object of its own, for this torch and this Python: each output (in place, in a wheel) is only a link.
         "rule compile",
         "  command = $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
@@ -377,8 +240,8 @@ def node_ninja_file(output: Path, torch_dir: Path) -> str:
         "rule link",
         f"  command = $cxx -shared $in -o $out -L{word(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
         "  description = link $out",
-        f"build {(name := f'{NODE_SOURCE.stem}-{node_tag()}.o')}: compile {quote(NODE_SOURCE)}",
-        f"build {quote(output)}: link {name}",
+        *(f"build {name}: compile {quote(source)}" for name, source in objects.items()),
+        f"build {quote(output)}: link {' '.join(objects)}",
         f"default {quote(output)}",
         "",
     ]
@@ -398,7 +261,11 @@ def word(path: Path) -> str:
 if __name__ == "__main__":
     setup(
         # seqkern/kernels is a link to kernels/: installed as seqkern.kernels, never as a top-level package.
-        packages=[*find_packages(include=["seqkern", "seqkern.*"]), "seqkern.kernels"],
+        packages=[
+            *find_packages(include=["seqkern", "seqkern.*"]),
+            "seqkern.kernels",
+            *(f"seqkern.kernels.{name}" for name in find_packages("kernels")),
+        ],
         ext_modules=[
             Extension("seqkern._C", sources=[], py_limited_api=True),
             Extension(NODE, sources=[], optional=True),

@@ -78,7 +78,7 @@ def calls(device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
 
 def step(device: torch.device) -> tuple[float, Callable[[bool], None]]:
     """The launch of one step of a recurrent layer: (aim, call), the call told whether the step is a new one."""
-    plans = importlib.import_module("seqkern.kernels._rnn_plans")
+    plans = importlib.import_module("seqkern.kernels.rnn.plans")
     replay = importlib.import_module("seqkern.kernels._replay")
     state = torch.randn(16, 256, device=device).bfloat16()
     x, product = torch.randn(1, 8, 16, 1024, device=device), torch.randn(16, 1024, device=device)

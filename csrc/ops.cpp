@@ -25,7 +25,7 @@ constexpr const char* kLayerNormBackward =
   "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_distance)"
 
 STABLE_TORCH_LIBRARY(seqkern, m) {
-  // attention: csrc/attention, kernels/attention.py, seqkern/ops/attention.py
+  // attention: csrc/attention, kernels/attention/attention.py, seqkern/ops/attention.py
   m.def(SK_ATTENTION_FWD(""));
   m.def(SK_ATTENTION_BWD(""));
 
@@ -37,7 +37,7 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
   m.def("glu_fwd(Tensor gate, Tensor up, int activation) -> Tensor output");
   m.def("glu_bwd(Tensor grad_output, Tensor gate, Tensor up, int activation) -> (Tensor grad_gate, Tensor grad_up)");
 
-  // rnn: csrc/rnn, kernels/rnn.py, seqkern/ops/rnn.py
+  // rnn: csrc/rnn, kernels/rnn/rnn.py, seqkern/ops/rnn.py
   m.def(
       "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "
       "Tensor[] w_hr, Tensor[] peephole, Tensor[] norm, Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, "
@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "-> (Tensor grad_x_gates, Tensor grad_h_gates, Tensor grad_h_prev, Tensor grad_c_prev)");
 }
 
-// What is written in CUDA C++: csrc/*/*_cuda.cu. Ops of their own, so that `seqkern`'s can choose between them and
+// What is written in CUDA C++: csrc/<op>/cuda/. Ops of their own, so that `seqkern`'s can choose between them and
 // Triton's (seqkern/_library.py); the schemas are there in every build, the kernels where nvcc was.
 STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
   // tf32: one product of tf32 numbers where the tensors are float32, else three. path: "auto" by rule, or "mma" or
@@ -70,7 +70,7 @@ STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
   m.def("attention_plan(Tensor query, int value_dim, bool backward, str path) -> str");
   m.def(kLayerNormForward);
   m.def(kLayerNormBackward);
-  // The scan over the steps of a layer, all that is not a matrix product over all of them: kernels/rnn.py.
+  // The scan over the steps of a layer, all that is not a matrix product over all of them: kernels/rnn/rnn.py.
   m.def(
       "rnn_scan_fwd(Tensor x, Tensor w_hh, Tensor? bias, Tensor? norm, Tensor? lengths, Tensor? resets, "
       "Tensor? recurrent_mask, Tensor? seed, Tensor h0, Tensor? c0, float zoneout_h, float zoneout_c, float eps, "

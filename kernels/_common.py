@@ -1,7 +1,8 @@
-"""What the Triton kernels share: the launch plan, device limits, and the few lines of arithmetic that all need.
+"""What the Triton kernels share: the launch plan, device limits, and common arithmetic.
 
 A launcher builds a plan, a list of `Launch`, and runs it. The ahead-of-time gate builds the same plans from meta
-tensors and compiles them: tiles, warps and specialisations are chosen in one place, and what is checked is what ships.
+tensors and compiles them. So tiles, warps and specialisations are chosen in one place, and what is checked is what
+ships.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-# The interpreter multiplies bf16 tiles as if their bits were integers: there, and only there, `dot` upcasts first.
+# The interpreter multiplies bf16 tiles as if their bits were integers. Only there, `dot` upcasts first.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 TRITON_DTYPE = {
@@ -36,7 +37,7 @@ class Launch(NamedTuple):
     registers: int | None = None  # a thread's limit. None leaves it to ptxas, which may spill to fit more programs
 
 
-# triton.cdiv and triton.next_power_of_2 can be called in kernels as well: 4 us each from the host
+# triton.cdiv and triton.next_power_of_2 can also be called in kernels, so from the host they take 4 us each
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
@@ -48,7 +49,7 @@ def power_of_two(n: int) -> int:
 
 
 def options_of(step: Launch) -> dict[str, Any]:
-    """What Triton is told of a launch beside its arguments and constants."""
+    """Triton's options of a launch, beside its arguments and constants."""
     options = {"num_warps": step.num_warps, "num_stages": step.num_stages, "enable_fp_fusion": True}
     if step.registers is not None and torch.version.hip is None:
         options["maxnreg"] = step.registers
@@ -63,7 +64,7 @@ def launch(step: Launch) -> Any:
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Within it, launches go to `device`, if that is a GPU."""
+    """A context in which launches go to `device`, if that is a GPU."""
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         return torch.cuda.device(device)
     return _HERE
@@ -85,35 +86,36 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def unit_last(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its last dimension has stride 1, else a contiguous copy (expanded gradients)."""
+    """The tensor, or a contiguous copy if the stride of its last dimension is not 1 (expanded gradients)."""
     return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
 
 
 def dropout_scalars(probability: float) -> tuple[float, int]:
-    """(scale, threshold) of dropout: what is kept is multiplied by 1 / (1 - p), and kept where a word >= threshold.
+    """(scale, threshold) of dropout: an element is kept if its word >= threshold, and then multiplied by scale = 1 / (1
+    - p).
 
-    The threshold, min(floor(p 2^32), 2^32 - 1), is written as the int32 of the same bits: one type for every p.
+    The threshold, min(floor(p 2^32), 2^32 - 1), is passed as the int32 of the same bits: one type for every p.
     """
     threshold = min(int(probability * 2**32), 2**32 - 1)
     return 0.0 if probability == 1 else 1 / (1 - probability), (threshold + 2**31) % 2**32 - 2**31
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use; off the GPU, the smallest of the GPUs that we compile for."""
+    """Bytes of shared memory that one program may use; without a GPU, the smallest of the GPUs that we compile for."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return 99 * 1024
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, one a multiprocessor; off the GPU a few, so that tests cross every loop."""
+    """Programs that run at once, one a multiprocessor; without a GPU a few, so that tests run through every loop."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2
 
 
 class Room(NamedTuple):
-    """Of a GPU: multiprocessors, the programs that each runs at once, and bytes of the second-level cache."""
+    """A GPU's multiprocessors, the programs that each runs at once, and the bytes of its L2 cache."""
 
     multiprocessors: int
     programs: int
@@ -121,22 +123,22 @@ class Room(NamedTuple):
 
 
 def room(device: torch.device) -> Room:
-    """Off the GPU a little of each, so that tests cross every loop."""
+    """The room of a device; without a GPU a little of each, so that tests run through every loop."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
     return Room(multiprocessors(device), 2, cache)
 
 
 def programs_at_once(step: Launch) -> int:
-    """How many programs of a launch, 1 to 4, have room among the registers of a multiprocessor. Launches nothing."""
+    """Programs of a launch, 1 to 4, that a multiprocessor's registers hold. Launches nothing."""
     compiled = step.kernel.warmup(*step.arguments, grid=step.grid, **step.constants, **options_of(step))
-    compiled._init_handles()  # the kernel of the launch to come: loaded here, it is not loaded again
+    compiled._init_handles()  # loads the kernel of the coming launch, which will not load it again
     registers = max(8, cdiv(compiled.n_regs, 8) * 8) * 32 * step.num_warps
     return max(1, min(4, 65536 // registers))
 
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. PRECISION, "ieee" or "tf32", concerns float32 operands only."""
+    """acc + a @ b. PRECISION, "ieee" or "tf32", matters for float32 operands only."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -151,7 +153,7 @@ def scalar(value, ACC: tl.constexpr):
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """The value in DTYPE, to nearest even. The interpreter cuts bf16 off: there, and only there, by hand."""
+    """The value in DTYPE, rounded to nearest even. The interpreter truncates bf16; only there it is rounded by hand."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
         bits = tl.where(value == value, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
@@ -161,11 +163,11 @@ def rounded(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def keep_mask(seed, row, first, threshold, COLUMNS: tl.constexpr):
-    """Which elements dropout keeps, (rows, COLUMNS): int64 rows, and columns from `first`, a multiple of 4.
+    """Which elements dropout keeps, (rows, COLUMNS), for int64 rows and columns from `first`, a multiple of 4.
 
-    Philox4x32 (Salmon et al. 2011) of 7 rounds, its key the int64 `seed`: the number of element (row, column)
-    is word column % 4 of counter (column // 4, row, row >> 32, 0), so a counter is computed once for four columns.
-    It depends on nothing else: the same bits on every backend and with every tile.
+    Philox4x32 (Salmon et al. 2011) of 7 rounds with the int64 `seed` as key. The number of element (row, column) is
+    word column % 4 of counter (column // 4, row, row >> 32, 0), so one counter serves four columns. It depends on
+    nothing else: the same bits on every backend and with every tile.
     """
     group = (first // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)[None, :]
     low = row.to(tl.uint32)[:, None]
@@ -177,7 +179,7 @@ def keep_mask(seed, row, first, threshold, COLUMNS: tl.constexpr):
 
 @triton.jit
 def aligned(value, ALIGNED: tl.constexpr):
-    """The value, known to the compiler as a multiple of 8 (16 bytes of bf16) when it is one: loads are then vectors."""
+    """The value; if ALIGNED, the compiler knows it is a multiple of 8 (16 bytes of bf16), so loads are vectorised."""
     if ALIGNED:
         value = value // 8 * 8
     return value
@@ -199,20 +201,20 @@ def load_tile(pointer, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def wide(value):
-    """A stride, an element of a tuple, in 64 bits. One of 1 is a Python number, without `.to`: see `SIZES`."""
+    """A stride, an element of a tuple, in 64 bits. A stride of 1 is a Python number without `.to`: see `SIZES`."""
     return tl.full((), 0, tl.int64) + value
 
 
 @triton.jit
 def head_rows(pointer, strides, b, h, row, ALIGNED: tl.constexpr):
-    """Where row `row` of head (b, h) begins, and the stride to the next row."""
+    """The start of row `row` of head (b, h), and the stride to the next row."""
     stride = wide(strides[2])
     return pointer + aligned(b * strides[0] + h * strides[1] + row * stride, ALIGNED), aligned(stride, ALIGNED)
 
 
 @triton.jit
 def store_tile(pointer, tile, rows, columns, stride):
-    """Writes a tile to the (rows, columns) matrix at `pointer`, as far as that goes."""
+    """Stores a tile into the (rows, columns) matrix at `pointer`, clipped to it."""
     row = tl.arange(0, tile.shape[0])
     column = tl.arange(0, tile.shape[1])
     at = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
@@ -223,8 +225,8 @@ def store_tile(pointer, tile, rows, columns, stride):
 def tile_scores(a, a_ptr, a_rows, a_stride, b, b_ptr, b_rows, b_stride, width, ACC, SLICE: tl.constexpr, PRECISION):
     """a @ b^T over the head dimension: (A, width) x (B, width) -> (A, B).
 
-    Tensor cores take the tiles whole. Without them (fp32 "ieee", fp64) every thread would hold whole rows of both,
-    hundreds of registers, so there the tiles are read again in slices of SLICE columns, in a loop that must not unroll.
+    Tensor cores take whole tiles. Without them (fp32 "ieee", fp64) every thread would hold whole rows of both, hundreds
+    of registers. There the tiles are loaded again in slices of SLICE columns, in a loop that must not unroll.
     """
     product = tl.zeros([a.shape[0], b.shape[0]], ACC)
     if a.shape[1] <= SLICE:

@@ -1,17 +1,18 @@
-"""A call that is like an earlier one is not planned again.
+"""Replays a call like an earlier one without planning it again.
 
-What a launcher does before its kernels run (tiles, strides, constants, and Triton's own binding of every argument)
-depends on shapes, strides, dtypes and options alone, and takes longer than many kernels. So `planned` keeps of each
-kind of call what it allocates and launches, with places for the tensors; the next call of the kind fills the places.
+The work of a launcher before its kernels run (tiles, strides, constants, and Triton's own binding of every argument)
+depends on shapes, strides, dtypes and options alone, and takes longer than many kernels. So `planned` keeps, for each
+kind of call, what it allocates and launches, with placeholders for the tensors. The next call of that kind fills them.
 
-What Triton would look at again is part of the kind (integers, which all follow from it) or is looked at here: whether
-tensors begin at a multiple of 16 bytes. A call with one that does not is planned anew and launched by Triton's JIT. On
-AMD the JIT, which notes the size of a storage there as well, launches every call, of a plan that is kept all the same.
+What Triton would specialise on is part of the kind (integers, which all follow from it) or checked here: whether
+tensors start at a multiple of 16 bytes. A call with a tensor that does not is planned again and launched by Triton's
+JIT. On AMD the JIT also specialises on the size of a storage; there it launches every call, of a plan that is kept all
+the same.
 
-Triton's launch hooks are called as ever. What its JIT asks at every launch beside (debug, instrumentation) is asked
-when a call is planned: `forget()` makes all calls new ones.
+Triton's launch hooks are called as ever. The settings that its JIT reads at every launch (debug, instrumentation) are
+read when a call is planned: `forget()` makes all calls new.
 
-What a call costs is measured by benchmarks/host_time.py. Of what is left, half are the results' allocations.
+benchmarks/host_time.py measures the cost of a call. Half of what is left is the allocation of results.
 """
 
 import threading
@@ -22,17 +23,17 @@ import torch
 
 from ._common import INTERPRETED, Launch, launch, on, options_of
 
-MOST = 1024  # kinds of calls that are kept: the oldest goes first. A cache that grows by a key a token makes many
+MOST = 1024  # kinds of calls kept; the oldest goes first. A cache that grows by one key a token makes many
 _KEPT: dict[tuple, "_Replay"] = {}
-_LOCK = threading.Lock()  # of those who keep; those who look one up need none
+_LOCK = threading.Lock()  # for writers; readers need none
 
 
 class Memory:
-    """What a plan allocates: results, and what its launches hand on to each other."""
+    """What a plan allocates: results, and workspaces between its launches."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.made: list[Callable[[list], torch.Tensor]] = []  # makes each again, given those before it
+        self.made: list[Callable[[list], torch.Tensor]] = []  # makes each again, given the ones before
 
     def empty(self, like: torch.Tensor, shape, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Contiguous, uninitialised, on the device of `like` and, unless another is given, of its dtype."""
@@ -41,7 +42,7 @@ class Memory:
         for size in reversed(shape):
             strides.insert(0, elements)
             elements *= max(size, 1)
-        # a third less time than torch.empty, which has more to read
+        # a third less time than torch.empty, which parses more arguments
         return self._keep(lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
     def full(self, like: torch.Tensor, shape, value: float, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -49,7 +50,7 @@ class Memory:
         return self._keep(lambda _: torch.full(shape, value, dtype=dtype, device=device))
 
     def view(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`view(tensor)` of a tensor that this memory made."""
+        """`view(tensor)` of a tensor that this memory allocated."""
         place = next(i for i, each in enumerate(self.tensors) if each is tensor)
         return self._keep(lambda before: view(before[place]))
 
@@ -60,7 +61,7 @@ class Memory:
 
 
 class _Replay:
-    """One kind of call: what it allocates, launches and returns, its tensors as places among all of a call's."""
+    """One kind of call: what it allocates, launches and returns. Tensors are indices into all tensors of a call."""
 
     def __init__(self, tensors, memory: Memory, launches: list[Launch], compiled: list, results) -> None:
         places = {id(each): i for i, each in enumerate((*tensors, *memory.tensors)) if each is not None}
@@ -80,11 +81,11 @@ class _Replay:
             call, arguments = _prepared(step, kernel)
             slots = [(i, place(each)) for i, each in enumerate(arguments) if isinstance(each, torch.Tensor)]
             for i, _ in slots:
-                arguments[i] = None  # nothing is kept alive
+                arguments[i] = None  # keeps no tensor alive
             self.steps.append((call, arguments, slots))
 
     def __call__(self, tensors) -> tuple | None:
-        """The results, or None where a tensor is not aligned as the kept kernels expect it."""
+        """The results, or None if a tensor is not aligned as the kept kernels require."""
         bits = 0
         for i in self.given:
             bits |= tensors[i].data_ptr()
@@ -103,7 +104,7 @@ class _Replay:
 
 
 def _prepared(step: Launch, kernel: Any) -> tuple[Callable[..., None], list]:
-    """A launch as a function of its arguments, and those. `kernel` is what was compiled for it, None to ask the JIT."""
+    """A launch as a function, and its arguments. `kernel` is what was compiled for it; None asks the JIT."""
     if kernel is None or INTERPRETED or torch.version.hip is not None:
         jit, constants, options = step.kernel[step.grid], step.constants, options_of(step)
         return lambda *arguments: jit(*arguments, **constants, **options), list(step.arguments)
@@ -115,8 +116,8 @@ def _prepared(step: Launch, kernel: Any) -> tuple[Callable[..., None], list]:
 def planned(plan: Callable[..., tuple], tensors: tuple, options: tuple, device: torch.device) -> tuple:
     """The results of `plan(memory, *tensors, *options)`, which returns them and the launches that write them.
 
-    The plan may depend on the tensors' shapes, strides and dtypes, on the options and on the device, and on nothing
-    else; what its launches use and what it returns are those tensors themselves, not views of them, or from the memory.
+    The plan may depend only on the tensors' shapes, strides and dtypes, on the options and on the device. Its launches
+    and results may use only those tensors themselves, not views of them, and tensors from the memory.
     """
     kinds = [None if each is None else (each.dtype, each.shape, each.stride()) for each in tensors]
     key = (plan, device, options, *kinds)
@@ -132,14 +133,14 @@ def planned(plan: Callable[..., tuple], tensors: tuple, options: tuple, device: 
 def _planned(plan, tensors, options, key):
     once: set[int] = set()
     apart = []
-    for each in tensors:  # self attention: a place each, although the tensors are one
+    for each in tensors:  # self attention: one index each, although the tensors are the same
         apart.append(each.detach() if each is not None and id(each) in once else each)
         once.add(id(each))
     memory = Memory()
     results, launches = plan(memory, *apart, *options)
     compiled = [launch(step) for step in launches]
     askew = any(each is not None and each.data_ptr() & 15 for each in tensors)
-    if not askew and not any(each != each for each in options):  # a NaN would be found by no call
+    if not askew and not any(each != each for each in options):  # no call would find a NaN again
         replay = _Replay(apart, memory, launches, compiled, results)
         with _LOCK:
             while len(_KEPT) >= MOST:
@@ -149,7 +150,7 @@ def _planned(plan, tensors, options, key):
 
 
 class Repeated:
-    """A launch that is made many times, with the same tensors and another last argument, an integer."""
+    """A launch that is repeated with the same tensors and another last argument, an integer."""
 
     def __init__(self, step: Launch) -> None:
         self._step = step
@@ -169,6 +170,6 @@ class Repeated:
 
 
 def forget() -> None:
-    """Drops what was kept, as Triton's own caches are dropped when the device behind them becomes another."""
+    """Drops what was kept, as Triton's own caches are dropped when another device takes the place of this one."""
     with _LOCK:
         _KEPT.clear()

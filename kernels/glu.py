@@ -1,6 +1,6 @@
 """Gated linear units in Triton: y = a(g) u, dg = dy u a'(g), du = dy a(g).
 
-a is silu, gelu or gelu's approximation by tanh: equations and sources in csrc/glu/glu_cpu.cpp. A program takes a
+a is silu, gelu or gelu's tanh approximation: equations and sources in csrc/glu/cpu/kernels.cpp. A program takes a
 tile of elements, each read once and written once: 3 numbers an element forward and 5 backward, which set the time.
 
 No GPU speed has been measured yet.
@@ -16,7 +16,7 @@ from ._replay import Memory, planned
 __all__ = ["aot_configurations", "glu_bwd", "glu_fwd"]
 
 SILU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(3))
-TILE = 1024  # elements of a program
+TILE = 1024  # elements of a tile
 SIZES = ["rows", "columns", "strides"]  # not compiled in
 
 
@@ -30,7 +30,7 @@ def activate(g, ACTIVATION: tl.constexpr):
     if ACTIVATION == SILU:
         s = tl.sigmoid(g)
         return g * s, s + g * s * (1 - s)
-    held = tl.where(g > 100.0, 100.0, tl.where(g < -100.0, -100.0, g))  # s is 0 or 1 there
+    held = tl.where(g > 100.0, 100.0, tl.where(g < -100.0, -100.0, g))  # beyond, s is 0 or 1
     square = held * held
     s = tl.sigmoid(held * (1.5957691216057308 + 0.07135481627260025 * square))
     return g * s, s + g * s * (1 - s) * (1.5957691216057308 + 0.21406444881780075 * square)
@@ -85,7 +85,7 @@ def glu_bwd(grad_output, gate, up, activation):
 
 
 def _matrices(*tensors):
-    """Tensors of one shape as rows of theirs, in place where they lie at one distance; all contiguous: as one row."""
+    """Tensors of one shape as matrices, in place if their rows are evenly spaced; as one row if all are contiguous."""
     if all(t.is_contiguous() for t in tensors):
         return tuple(t.view(1, -1) for t in tensors)
     columns = tensors[0].size(-1)

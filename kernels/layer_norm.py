@@ -1,44 +1,32 @@
 """Layer norm and RMS norm, with the residual sum and dropout before them, forward and backward, in Triton.
 
 The idea. A row is read once and kept in registers: sum, mean, variance and output come from the same copy (rows of up
-to 8192 columns; longer rows are walked in blocks, twice forward and twice backward, the second time from the cache).
-The backward pass keeps one accumulator tile for the weight and one for the bias in registers while a fixed set of
-programs walks all rows, writes one partial row a program, and a second kernel adds the partials in a fixed order: no
-atomics, so the result is the same bits every run. Dropout's mask is never stored: both passes draw it from a counter.
+to 8192 columns; longer rows are walked in blocks, twice forward and twice backward, the second time from the cache). In
+the backward pass a fixed set of programs walks all rows, with one accumulator tile each for weight and bias in
+registers. A program writes one partial row, and a second kernel adds the partial rows in a fixed order: no atomics, the
+same bits every run. Dropout's mask is never stored: both passes draw it from a counter.
 
 The equations (Ba, Kiros & Hinton 2016, eq. 4; eps under the root as in torch), over the N columns of a row:
 
     s = x, or with a residual r: s = round(drop(x) + r)             drop(x) = x / (1 - p) where kept, else 0
     mean = sum(s) / N      var = sum((s - mean)^2) / N      rstd = 1 / sqrt(var + eps)      xhat = (s - mean) rstd
     y = xhat weight + bias
-    g = dy weight          ds = rstd (g - sum(g) / N - xhat sum(g xhat) / N) + what arrived at s itself
+    g = dy weight          ds = rstd (g - sum(g) / N - xhat sum(g xhat) / N) + dsum, the gradient of the returned s
     dr = ds                dx = drop(ds), with the same mask
     dweight = sum over rows of dy xhat         dbias = sum over rows of dy
 
 RMS norm (Zhang & Sennrich 2019) is the same with mean = 0, and without the sum(g) that comes from it.
 
-The mean is rounded, and with |mean| / std = 1e4 half a unit of it is 3e-4 of a std, in every element of the row. So
-the centred values are centred once more: d = s - mean is exact there (Sterbenz), and shift = sum(d) / N is what the
-rounding took away. The stored mean is rounded as well, so the backward pass finds its own shift in the same way. Long
-rows are centred on the mean of their first block, and var = sum(d^2) / N - shift^2: what cancels there is at most
-N / BLOCK_N times the variance, when that block is far from the others.
+The mean is rounded: with |mean| / std = 1e4 half a ulp of it is 3e-4 of a std, in every element of the row. So the
+centred values are centred again: d = s - mean is exact there (Sterbenz), and shift = sum(d) / N is the rounding error.
+The stored mean is rounded as well, and the backward pass finds its own shift in the same way. Long rows are centred on
+the mean of their first block, and var = sum(d^2) / N - shift^2: what cancels there is at most N / BLOCK_N times the
+variance, when that block is far from the others.
 
-The tile does not follow N to the next power of two: a row is CHUNKS equal blocks, a tuple of tiles, 3 of a quarter of
-that power or 5 or 7 of an eighth where one block would leave more than 15 % of the lanes empty (768, 1536, 2560, 5120:
-nothing is empty). The tiles are added up element by element first, so a row still takes one reduction a sum.
-
-What was tried, judged by the compiler's register report for sm_90 (no GPU speed has been measured yet), backward:
-- 8192 in one block of 16 warps: 120 to 128 registers, the most that such a program may use, and 24 bytes spill with
-  bf16 and dropout; in four chunks of 2048, 48 bytes on sm_120 with fp32 and dropout. Four chunks and 8 warps: 216 to
-  254 of 255 on all four architectures, and no spill;
-- 5120 as 5 chunks of 1024: 8 warps take 128 registers (172 with dropout) with 16-byte loads of fp32, 16 warps 86
-  (113) with loads of 8 bytes. One block of 8192 would be three eighths empty;
-- when elements are loaded one by one, and with fp64, rows beyond half the longest spill (36 to 288 bytes at 8189, 32
-  at 4096 doubles): they walk in blocks from there;
-- 768 as 3 chunks of 256: tiles of 4 rows take about 128 registers, but on sm_80 ptxas aims at 64 for one of them and
-  spills 8 bytes; 8 rows take 128 to 221 on all four architectures, with 16-byte loads of bf16 and a row to a warp;
-- the weight as a vector of its own layout: 3 barriers a chunk to exchange it (24 against 12 in all, forward, 768
-  columns). It is read through tile-shaped pointers instead, from the cache.
+The tile does not follow N to the next power of two. A row is CHUNKS equal blocks, a tuple of tiles: 3 of a quarter of
+that power, or 5 or 7 of an eighth, where one block would leave more than 15 % of the lanes empty (768, 1536, 2560,
+5120: nothing is empty). The tiles are first added element by element, so a row still takes one reduction a sum. The
+weight is loaded through tile-shaped pointers, in the tile's own layout. NOTES.md lists what was tried.
 """
 
 import itertools
@@ -94,7 +82,7 @@ def _store(pointer, row, N, column, live, tile):
 def _affine(x, pointer, column, N, MULTIPLY: tl.constexpr):
     """x times (or plus) the vector at `pointer`, which may be None; x is (rows, columns)."""
     if pointer is not None:
-        at = tl.broadcast_to(pointer + column[None, :], x.shape)  # in the tile's own layout: nothing is exchanged
+        at = tl.broadcast_to(pointer + column[None, :], x.shape)  # in the tile's own layout: threads exchange nothing
         vector = tl.load(at, mask=(column < N)[None, :], other=0.0).to(x.dtype)
         if MULTIPLY:
             x = x * vector
@@ -105,9 +93,10 @@ def _affine(x, pointer, column, N, MULTIPLY: tl.constexpr):
 
 @triton.jit
 def _summed(input_ptr, residual_ptr, row, strides, first, column, live, seed, threshold, scale):
-    """s, what is normalised: input, or the rounded sum of the dropped-out input and the residual; zero where not live.
+    """s, the input of the norm: input, or the rounded sum of the dropped-out input and the residual; zero where not
+    live.
 
-    The select stands between the product and the sum, so that they cannot become one multiply-add: two roundings.
+    The select between product and sum keeps the compiler from contracting them into a multiply-add: two roundings.
     """
     s = _load(input_ptr, row, strides[0], column, live, scale.dtype)
     if residual_ptr is not None:
@@ -148,7 +137,7 @@ def _forward_kernel(
     scale = scalar(scale, ACC)
     seed = None if seed_ptr is None else tl.load(seed_ptr)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = ()  # s, then centred
+    d = ()  # s, later centred
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     for i in tl.static_range(CHUNKS):
         first = i * BLOCK_N
@@ -160,7 +149,7 @@ def _forward_kernel(
         total += d[i]
     if mean_ptr is not None:
         mean = tl.zeros([BLOCK_M], ACC)
-        for _ in tl.static_range(2):  # the mean, and then what its rounding took away
+        for _ in tl.static_range(2):  # the mean, then its rounding error
             shift = tl.sum(total, 1) / N
             mean += shift
             s = d
@@ -236,7 +225,7 @@ def _forward_long_kernel(
     tl.store(rstd_ptr + row, rstd)
 
     if residual_ptr is not None:
-        tl.debug_barrier()  # the sum is read back, by other threads than wrote it
+        tl.debug_barrier()  # other threads read the sum back than wrote it
     for first in range(0, N, BLOCK_N):
         column, live = _columns(first, N, BLOCK_N, True)
         if residual_ptr is not None:
@@ -253,7 +242,7 @@ def _forward_long_kernel(
 def _gradients(
     dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr, row, sum_stride, N, first, column, live, seed, threshold, scale
 ):
-    """Adds the gradient that arrived at the sum, and hands the total to the residual and through the dropout."""
+    """Adds the gradient of the returned sum; stores the total for the residual and, through the dropout, the input."""
     if grad_sum_ptr is not None:
         dx += _load(grad_sum_ptr, row, sum_stride, column, live, dx.dtype)
     _store(grad_residual_ptr, row, N, column, live, dx)
@@ -288,7 +277,7 @@ def _backward_kernel(
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Every num_programs-th group of BLOCK_M whole rows; row program_id of the partial sums."""
+    """Every num_programs-th group of BLOCK_M whole rows; partial sums go to row program_id."""
     grad_stride = aligned(grad_stride, ALIGNED)
     sum_stride = aligned(sum_stride, ALIGNED)
     stride = aligned(stride, ALIGNED)
@@ -386,10 +375,10 @@ def _backward_long_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Every num_programs-th group of BLOCK_M long rows: their sums, then dx from the cache that they left warm.
+    """Every num_programs-th group of BLOCK_M long rows: first their sums, then dx from the cache.
 
-    With partial sums, the group's share is added to row program_id of them, which stays in the cache as well; without,
-    every row's shift is kept for the kernel below.
+    With partial sums, the group's share is added to their row program_id, which also stays in the cache. Without, every
+    row's shift is stored for `_columns_kernel`.
     """
     grad_stride = aligned(grad_stride, ALIGNED)
     sum_stride = aligned(sum_stride, ALIGNED)
@@ -436,7 +425,7 @@ def _backward_long_kernel(
                 dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr,
                 row, sum_stride, N, first, column, live, seed, threshold, scale,
             )  # fmt: skip
-            again = (column < N) & (tile >= tl.num_programs(0))  # else the program's first group: nothing to add to
+            again = (column < N) & (tile >= tl.num_programs(0))  # not in the first group: nothing to add to
             at = tl.program_id(0).to(tl.int64) * N + column
             if partial_weight_ptr is not None:
                 so_far = tl.load(partial_weight_ptr + at, mask=again, other=0.0)
@@ -445,7 +434,7 @@ def _backward_long_kernel(
                 so_far = tl.load(partial_bias_ptr + at, mask=again, other=0.0)
                 tl.store(partial_bias_ptr + at, so_far + tl.sum(dy, 0), mask=column < N)
         if partial_weight_ptr is not None or partial_bias_ptr is not None:
-            tl.debug_barrier()  # the next group reads the partial sums, in other threads perhaps than wrote them
+            tl.debug_barrier()  # other threads may read the partial sums than wrote them
 
 
 @triton.jit(do_not_specialize=["grad_stride", "stride", "M", "N"])
@@ -466,7 +455,7 @@ def _columns_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """For long rows: BLOCK_N columns of every num_programs(1)-th tile of BLOCK_M rows."""
+    """Parameter sums of long rows: BLOCK_N columns of every num_programs(1)-th tile of BLOCK_M rows."""
     grad_stride = aligned(grad_stride, ALIGNED)
     stride = aligned(stride, ALIGNED)
     N = aligned(N, ALIGNED)
@@ -496,7 +485,7 @@ def _columns_kernel(
 
 @triton.jit(do_not_specialize=["PARTS", "N"])
 def _reduce_kernel(partial_ptr, first_ptr, second_ptr, PARTS, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The sums of the PARTS partial rows of each (PARTS, N) matrix: program_id(1) says of which."""
+    """Sums the PARTS partial rows of a (PARTS, N) matrix; program_id(1) is the matrix."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     partial_ptr += tl.program_id(1).to(tl.int64) * PARTS * N
     total = tl.zeros([BLOCK_M, BLOCK_N], partial_ptr.dtype.element_ty)
@@ -513,10 +502,10 @@ def _reduce_kernel(partial_ptr, first_ptr, second_ptr, PARTS, N, BLOCK_M: tl.con
 # ---- plans and launchers ------------------------------------------------------------------------------------------
 
 _TILE = 16 << 10  # bytes of accumulators in a tile: 16 floats a thread with 8 warps
-_LONGEST = 32 << 10  # the longest row that fits registers, in the same bytes: 8192 floats, 32 a thread
+_LONGEST = 32 << 10  # the longest row that fits registers, in bytes of accumulators: 8192 floats, 32 a thread
 _NARROWEST = 64  # columns of a chunk: 128 bytes of bf16, a cache line
 _LONG_BLOCK = {"BLOCK_N": 4096}
-_LONG_BACKWARD_TILE = 2048  # elements. 4096: 20 bytes spill on sm_120 with fp32, RMS and dropout
+_LONG_BACKWARD_TILE = 2048  # elements; 4096 spill on sm_120 with fp32, RMS and dropout
 _COLUMNS_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}
 _REDUCE_BLOCK = {"BLOCK_M": 32, "BLOCK_N": 64}
 
@@ -526,10 +515,10 @@ def _row_block(
 ) -> tuple[dict[str, int], int]:
     """The tile of whole rows of n columns, and its warps; ({}, 0) for rows of more than `longest` bytes.
 
-    A row is one block of the next power of two; or, where that leaves more than 15 % of the lanes empty, 3 blocks of a
-    quarter of it, else up to 7 of an eighth. The longest rows are always split: see above. Backward, 4096 floats are
-    split too, and with dropout every row, in a smaller tile: else ptxas aims at 128 registers on sm_100 and spills 8 to
-    16 bytes.
+    A row is one block of the next power of two or, where that leaves more than 15 % of the lanes empty, 3 blocks of a
+    quarter of it, or up to 7 of an eighth. The longest rows are always split. In the backward pass 4096 floats are
+    split too, and with dropout every row, in a smaller tile: otherwise ptxas aims at 128 registers on sm_100 and
+    spills.
     """
     size = accumulator(dtype).itemsize
     power = max(16, power_of_two(n))
@@ -583,7 +572,7 @@ def _plan_forward(memory, input, residual, weight, bias, seed, eps, dropout_p, c
 
 
 def _plan_reduce(partials, grads):
-    """`partials` (1 or 2, parts, N), a matrix for each of the `grads`."""
+    """`partials` (1 or 2, parts, N): one matrix for each of the `grads`."""
     count, parts, n = partials.shape
     grid = (cdiv(n, _REDUCE_BLOCK["BLOCK_N"]), count)
     arguments = (partials, grads[0], grads[1] if count > 1 else None, parts, n)
@@ -591,11 +580,11 @@ def _plan_reduce(partials, grads):
 
 
 def _wave(n: int, dtype: torch.dtype, sums: int, room: Room) -> int:
-    """Rows of a group, with which long rows are read once: 0 where one group a multiprocessor outgrows the cache.
+    """Rows of a group for which long rows are read once; 0 if a group on every multiprocessor exceeds the cache.
 
-    What has to stay there, of every group at once, are x and dy and the partial sums, `sums` rows of accumulators. Of
-    a row's bytes at N columns of S bytes, 5 N S go to memory without that (x and dy twice, dx) and 3 N S with it. The
-    cache's traffic grows from 5 N S by 16 N / rows, of two sums read and written; 8 / S rows keep that at 2 N S.
+    The cache must hold x, dy and the partial sums (`sums` rows of accumulators) of every group at once. Of a row of N
+    columns of S bytes, 5 N S bytes go to memory otherwise (x and dy twice, dx) and 3 N S with it. The cache's traffic
+    grows from 5 N S by 16 N / rows, for two sums read and written; 8 / S rows keep that at 2 N S.
     """
     rows = 8 // dtype.itemsize
     held = room.multiprocessors * n * (2 * rows * dtype.itemsize + sums * accumulator(dtype).itemsize)
@@ -605,14 +594,15 @@ def _wave(n: int, dtype: torch.dtype, sums: int, room: Room) -> int:
 def _plan_backward(
     memory, grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, need_weight, need_bias, room
 ):  # fmt: skip
-    """`mean` None: not centred. `room`: of the GPU, which bounds the rows of the partial sums."""
+    """`mean` None: not centred. `room`: the GPU's, which bounds the number of partial rows."""
     m, n = input.shape
     acc = accumulator(input.dtype)
     grad_residual = memory.empty(input, (m, n))
     grad_input = None if seed is None else memory.empty(input, (m, n))
     scale, threshold = dropout_scalars(dropout_p)
     constants = _constants(input, grad_output, grad_sum)
-    # Four more tiles live here than in the forward kernel: single elements and doubles then spill half as far out.
+    # Four more tiles are live here than in the forward kernel: single elements and doubles spill at half the row
+    # length.
     roomy = constants["ALIGNED"] and acc == torch.float32
     block, warps = _row_block(
         n, input.dtype, _LONGEST if roomy else _LONGEST // 2, constants["ALIGNED"], True, seed is not None
@@ -661,7 +651,7 @@ def _readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def layer_norm_fwd(input, residual, weight, bias, seed, eps, dropout_p, centred):
-    """The launcher behind `seqkern::layer_norm_fwd`: (output, sum, mean, rstd), (0,) for what there is none of."""
+    """The launcher behind `seqkern::layer_norm_fwd`: (output, sum, mean, rstd), (0,) for absent ones."""
     tensors = (unit_last(input), _readable(residual), _readable(weight), _readable(bias), seed)
     return planned(_plan_forward, tensors, (eps, dropout_p, centred), input.device)
 
@@ -669,7 +659,7 @@ def layer_norm_fwd(input, residual, weight, bias, seed, eps, dropout_p, centred)
 def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, centred, need_weight, need_bias):
     """The launcher behind `seqkern::layer_norm_bwd`: (grad_residual, grad_input, grad_weight, grad_bias).
 
-    (0,) for what is not needed, and for grad_input where no dropout sets it apart from grad_residual.
+    (0,) for what is not needed, and for grad_input if no dropout makes it differ from grad_residual.
     """
     mean = mean.contiguous() if centred else None
     tensors = (_readable(grad_output), _readable(grad_sum), unit_last(input), mean, rstd.contiguous())
@@ -677,7 +667,7 @@ def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
     return planned(_plan_occupied, tensors, (dropout_p, need_weight, need_bias), input.device)
 
 
-_PROGRAMS: dict[tuple, int] = {}  # of a kernel, how many a multiprocessor holds at once
+_PROGRAMS: dict[tuple, int] = {}  # of a kernel, those that a multiprocessor holds at once
 
 
 def _plan_occupied(memory, *arguments):
@@ -688,7 +678,7 @@ def _plan_occupied(memory, *arguments):
 
 
 def _occupied(arguments, most):
-    """The room with as many programs as the GPU runs at once: by the registers of what was compiled."""
+    """The room, with as many programs as the compiled kernel's registers let the GPU run at once."""
     step = _plan_backward(Memory(), *arguments, most)[1][0]
     if step.kernel is not _backward_kernel:
         return most
@@ -702,7 +692,7 @@ def _occupied(arguments, most):
 def aot_configurations(limit, thorough):
     """The launches to compile ahead of time, as (name, launch); they do not depend on shared memory (`limit`).
 
-    thorough False: a few common row lengths. True: every path, aligned and not, and what loads the registers most.
+    thorough False: a few common row lengths. True: every path, aligned and not, and what uses most registers.
     """
     options = {  # residual, dropout, centred, weight and bias
         "": (False, False, True, True),
@@ -736,7 +726,7 @@ def aot_configurations(limit, thorough):
         for launch in {launch.name: launch for launch in launches}.values():
             if launch.kernel is not _reduce_kernel:
                 yield f"{launch.name}-{str(dtype).removeprefix('torch.')}-N{n}{kind}", launch
-    for dtype in (torch.float32, torch.float64):  # the second stage knows neither lengths nor options
+    for dtype in (torch.float32, torch.float64):  # the second stage has neither lengths nor options
         for count in (1, 2):
             partials = torch.empty((count, 264, 4096), dtype=dtype, device="meta")
             name = f"layer_norm_reduce-{str(dtype).removeprefix('torch.')}-{count}"

@@ -1,14 +1,14 @@
-"""One step of a recurrent cell on gates whose products are summed: the launchers, and the kernels of a layer's steps.
+"""One step of a recurrent cell from summed gates: the launchers, on the kernels of a layer's steps.
 
-The equations are those of kernels/rnn.py, of one step and without its options; two products of torch come before.
+Equations: kernels/rnn/rnn.py, one step without options. Two products of torch come before.
 """
 
 import torch
 
-from . import _rnn_plans as plans
 from ._common import accumulator, unit_last
 from ._replay import planned
-from ._rnn_plans import GATES, GRU, LSTM
+from .rnn import plans
+from .rnn.plans import GATES, GRU, LSTM
 
 __all__ = ["aot_configurations", "rnn_cell_bwd", "rnn_cell_fwd"]
 
@@ -57,7 +57,7 @@ def _only(each):
 
 
 def aot_configurations(limit, thorough):
-    """The launches that tests/test_triton_aot.py compiles, as `aot_configurations` of a layer; any `limit` will do."""
+    """The launches that tests/test_triton_aot.py compiles, like a layer's `aot_configurations`; any `limit` will do."""
     cases = [(LSTM, torch.bfloat16, 256), (GRU, torch.bfloat16, 256), (LSTM, torch.float32, 1024)]
     if thorough:
         wide = (torch.bfloat16, torch.float32, torch.float64)

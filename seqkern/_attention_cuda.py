@@ -1,4 +1,4 @@
-"""Attention's kernels in CUDA C++ behind its dispatcher ops, as kernels/attention.py has those in Triton."""
+"""Attention's CUDA C++ kernels behind its dispatcher ops; kernels/attention/attention.py has the Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 PATHS = ("auto", "mma", "hopper")
 MOST_DIM = 256
-MOST_QUERIES = 16  # of the kernel for decoding
+MOST_QUERIES = 16  # of the decode kernel
 _path = "auto"
 
 
 @contextlib.contextmanager
 def use_path(name: str) -> Iterator[None]:
-    """Chooses among the kernels in CUDA C++, process-wide, for tests and benchmarks; "auto" is the ops' own choice."""
+    """Chooses among the CUDA C++ kernels, process-wide, for tests and benchmarks; "auto" leaves it to the ops."""
     global _path
     if name not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, got {name!r}")
@@ -30,7 +30,7 @@ def use_path(name: str) -> Iterator[None]:
 
 
 def check(query: Tensor, value: Tensor) -> None:
-    """Raises NotImplementedError for what the kernels are not made for."""
+    """Raises NotImplementedError for dtypes and head dimensions that the kernels do not support."""
     if query.dtype == torch.float64:
         raise NotImplementedError(
             "seqkern attention: the CUDA C++ kernels take float32, bfloat16 and float16, got float64; "
@@ -44,19 +44,20 @@ def check(query: Tensor, value: Tensor) -> None:
 
 
 def tf32(query: Tensor) -> bool:
-    """Whether products of float32 may be of tf32 numbers: torch's flag for its own matrix products."""
+    """Whether float32 products may use tf32: torch's flag for its own matrix products."""
     return query.dtype == torch.float32 and _allow_tf32()
 
 
 def _allow_tf32() -> bool:
-    """The compiler takes the answer for a constant: its guard on torch's global state has the flag in it.
+    """torch.compile treats the answer as a constant: its guard on torch's global state includes the flag.
 
-    It cannot trace the flag, and `torch._C._get_cublas_allow_tf32`, which it can, raises once `fp32_precision` was set.
+    It cannot trace the flag. It can trace `torch._C._get_cublas_allow_tf32`, but that raises once `fp32_precision` was
+    set.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# What torch.compiler.assume_constant_result sets, and that imports the compiler, with numpy and triton.
+# As torch.compiler.assume_constant_result does, which would import the compiler, with numpy and triton.
 setattr(_allow_tf32, "_dynamo_marked_constant", True)  # noqa: B010
 
 
@@ -77,7 +78,7 @@ def attention_bwd(
 
 
 def plan(op: str, tensors: tuple[Tensor, ...]) -> str:
-    """For `explain`: the kernels that query, key and value would get, and why."""
+    """For `explain`: which kernels would run for query, key and value, and why."""
     query, value = tensors[0], tensors[min(2, len(tensors) - 1)]
     least = 2 if op == "scaled_dot_product_attention" else 3
     if query.dim() < least:

@@ -1,12 +1,11 @@
-"""Keywords that an op does not take: a TypeError that names the right one.
+"""Unknown keywords of the public functions: a TypeError that names the right one.
 
-A public function ends in `**unexpected: NoReturn`. A type checker lets nothing into it, `explicit` leaves it out of
-what `inspect.signature` and `help` show, and where something comes in all the same `refuse` says what to write
-instead. Python's own error would be raised before any code of ours runs.
+A public function ends in `**unexpected: NoReturn`. Type checkers let no argument into it, and `explicit` hides it from
+`inspect.signature` and `help`. If an argument arrives there anyway, `refuse` raises an error that says what to write
+instead. Without it, Python would raise its own error before the function runs.
 
-It costs a call an empty dict, 30 to 50 ns, and 90 where CPython had specialised the call (positional arguments alone).
-Four parameters by wrong names cost 75 to 115 ns and would be seen. A wrapper costs 250 to 300 ns, and torch.compile
-would have to look through it.
+It costs a call an empty dict. Parameters with the wrong names as well would cost more and be visible; a wrapper would
+cost several times as much, and torch.compile would have to trace through it (csrc/common/NOTES.md).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def explicit(function: F) -> F:
-    """The same function, whose signature is its named parameters."""
+    """The same function, with a signature of its named parameters only."""
     signature = inspect.signature(function)
     named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
@@ -28,7 +27,7 @@ def explicit(function: F) -> F:
 
 
 def refuse(function: Callable[..., Any], unexpected: Mapping[str, Any], module: str = "") -> NoReturn:
-    """Raises TypeError in Python's words, and says what to write instead. `module` is the class of a method."""
+    """Raises TypeError in Python's words, with what to write instead. `module` is the class of a method."""
     op = f"{module}.{function.__name__}" if module else function.__name__
     told = [f"got an unexpected keyword argument '{name}': {_instead(function, op, name)}" for name in unexpected]
     raise TypeError(f"{op}() {'; '.join(told)}")
@@ -205,5 +204,5 @@ HINTS: dict[str, dict[str, str]] = {
     "LSTM.__init__": _NETWORK_MODULE | _use("peephole", "peepholes"),
     "GRU.__init__": _NETWORK_MODULE | _NOT_LSTM,
     "RNN.__init__": _NETWORK_MODULE | _NOT_LSTM,
-    "forward": _FORWARD,  # of the three networks, and of classes derived from them
+    "forward": _FORWARD,  # of the three networks and their subclasses
 }

@@ -1,9 +1,9 @@
-"""Who calls an op without numbers: torch.fx, torch.jit.trace, the ONNX exporter of old; and with nested tensors.
+"""Calls of an op that record a graph (torch.fx, torch.jit.trace, the old ONNX exporter), and nested tensors.
 
-torch.fx calls with proxies. It holds modules of torch.nn for leaves by their name alone, so that ours have to record
-themselves; an op becomes one call of its function. torch.jit.trace records kernels, which have no gradient in
-TorchScript. The ONNX exporter that builds upon it (`torch.onnx.export(dynamo=False)`) knows torch's own ops, so that it
-gets the equations, and of a network without options of ours torch's forward.
+torch.fx calls with proxies. An op becomes one call of its function. torch.fx recognises torch.nn's modules as leaves by
+their name, so seqkern's modules record themselves. torch.jit.trace records kernels, which have no gradient in
+TorchScript. The ONNX exporter based on it (`torch.onnx.export(dynamo=False)`) knows only torch's ops: it gets the
+equations, or torch's forward for a network without seqkern's own options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqkern._keywords import refuse
 
 
 def is_proxy(x: Any) -> bool:
-    """Whether it is torch.fx's stand-in for a tensor. Importing torch.fx only to ask would bring triton and numpy."""
+    """Whether `x` is torch.fx's proxy of a tensor. Does not import torch.fx, which would import triton and numpy."""
     if isinstance(x, Tensor):
         return False
     fx: Any = sys.modules.get("torch.fx")
@@ -29,7 +29,7 @@ def is_proxy(x: Any) -> bool:
 
 def record(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """A node of torch.fx's graph that calls the function; one of its arguments, by name, is a proxy."""
-    unexpected = arguments["unexpected"]  # a proxy itself where the function is the root of what is traced
+    unexpected = arguments["unexpected"]  # itself a proxy if the function is the root of the trace
     if isinstance(unexpected, dict) and unexpected:
         refuse(function, unexpected)
     kept = _without_defaults(function, arguments)
@@ -38,7 +38,7 @@ def record(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 
 def record_module(module: torch.nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """A node of torch.fx's graph that calls the module, as one of torch.nn's is called."""
+    """A node of torch.fx's graph that calls the module, as torch.fx calls torch.nn's modules."""
     first, *others = _without_defaults(module.forward, arguments).items()
     tracer = first[1].tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (first[1],), dict(others))
@@ -50,14 +50,14 @@ def _without_defaults(function: Callable[..., Any], arguments: Mapping[str, Any]
 
 
 def exports_onnx() -> bool:
-    """Whether torch.onnx.export(dynamo=False) is at work."""
+    """Whether torch.onnx.export(dynamo=False) is running."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is None:
         return False
     return "torch.onnx" in sys.modules and bool(torch.onnx.is_in_onnx_export())
 
 
 def refuse_trace() -> None:
-    """Raises where torch.jit.trace would record an op that has to be differentiated."""
+    """Raises if torch.jit.trace would record an op that needs a gradient."""
     if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
             "seqkern: torch.jit.trace cannot record the gradient of seqkern's ops, whose autograd functions are not "
@@ -72,9 +72,9 @@ def check_not_nested(op: str, name: str, t: Tensor, instead: str) -> None:
 
 
 def of_jagged(op: str, function: Callable[..., Any], dims: int, **tensors: Any) -> Any:
-    """function of the rows of nested tensors that share their offsets; its results are nested alike.
+    """Applies a function to the rows of nested tensors that share their offsets; the results are nested the same way.
 
-    `dims` is the number of dimensions, from the last, that the function looks at: their sizes may not vary.
+    `dims` is the number of last dimensions that the function works on: their sizes must not vary.
     """
     for name, t in tensors.items():
         if not isinstance(t, Tensor) or not t.is_nested or t.layout != torch.jagged:

@@ -1,6 +1,6 @@
-"""The slices of the library: one record for each op, and every table that is made from them.
+"""The slices of the library: one record for each op, and the tables made from the records.
 
-What registers, loads, explains, verifies, tests and compiles ops goes through these records; a new op adds one.
+Code that registers, loads, explains, verifies, tests or compiles ops reads these records; a new op adds one.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slice:
-    """An op: its name is that of its files (CONTRIBUTING.md: one op is one slice)."""
+    """An op, with the name of its files (CONTRIBUTING.md: one op is one slice)."""
 
     name: str
-    ops: tuple[str, ...]  # in the dispatcher, `seqkern::...`: each with kernels for CPU and in Triton
+    ops: tuple[str, ...]  # dispatcher ops, `seqkern::...`: each has CPU and Triton kernels
     functions: tuple[str, ...]  # public functions that these kernels serve
-    # In `seqkern_cuda`: what is written in CUDA C++ too. An op of the same name in `ops` is replaced by it as a whole.
+    # CUDA C++ ops, in `seqkern_cuda`. One with the name of an op in `ops` replaces that op as a whole.
     cuda_ops: tuple[str, ...] = ()
-    own_bf16: bool = False  # CPU kernels of its own in the tiers for bfloat16
-    csrc: str = ""  # the slice in whose folder its C++ is, where it shares kernels with another
+    own_bf16: bool = False  # whether it has kernels of its own for the bf16 tiers
 
     @property
     def cuda_needs_triton(self) -> bool:
-        """Whether the kernels in CUDA C++ are a part of the op, and Triton's stand around it."""
+        """Whether the CUDA C++ kernels are only a part of the op, and Triton kernels do the rest."""
         return bool(self.cuda_ops) and not set(self.ops) <= set(self.cuda_ops)
 
 
@@ -52,10 +51,9 @@ ALL = (
         name="rnn_cell",
         ops=("rnn_cell_fwd", "rnn_cell_bwd"),
         functions=("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        csrc="rnn",
     ),
 )
-# By name: slices, and the slice of a dispatcher op, of an op in CUDA C++ and of a public function.
+# Slices by name, by dispatcher op, by CUDA C++ op and by public function.
 SLICES = {slice.name: slice for slice in ALL}
 OPS = {op: slice for slice in ALL for op in slice.ops}
 CUDA_OPS = {op: slice for slice in ALL for op in slice.cuda_ops}

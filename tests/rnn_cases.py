@@ -149,7 +149,7 @@ class Call(NamedTuple):
 
 
 def call(case: Case, seed: int = 0) -> Call:
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
     arguments = build(case, seed)
     lstm = case.cell == LSTM
     never = mock.patch.object(kernels, "takes_sequence", return_value=False)

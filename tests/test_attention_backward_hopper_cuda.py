@@ -229,7 +229,7 @@ OVERLAPS = {"64>": 2, "128>": 3, "wide_keys": 2, "wide_queries": 1}
 
 @pytest.mark.usefixtures("every_target")
 def test_products_overlap():
-    kernels = machine_code("attention/attention_backward_hopper_cuda.cu")
+    kernels = machine_code("attention/cuda/hopper/backward.cu")
     found = {name: "\n".join(lines) for name, lines in kernels.items() if any("HGMMA" in line for line in lines)}
     assert len(found) == 2 * (2 + 2)  # dtypes; head dimensions 64 and 128, and 256 in two kernels
     for name, code in found.items():

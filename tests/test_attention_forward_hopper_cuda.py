@@ -336,7 +336,7 @@ test_gpu = gpu_test(PARTS, hopper=True)
 
 @pytest.mark.usefixtures("every_target")
 def test_instructions_overlap() -> None:
-    kernels = machine_code("attention/attention_forward_hopper_cuda.cu")
+    kernels = machine_code("attention/cuda/hopper/forward.cu")
     found = {name: lines for name, lines in kernels.items() if "attention_forward_hopper" in name}
     assert found
     for name, lines in found.items():

@@ -58,7 +58,7 @@ def tree(tmp_path: Path) -> Path:
     """What the build reads, in a folder of its own."""
     folder = tmp_path / "tree"
     folder.mkdir()
-    for name in ("Makefile", "setup.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+    for name in ("Makefile", "setup.py", "setup_cuda.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in ("csrc", "kernels", "seqkern"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -109,6 +109,14 @@ def test_the_demo_builds_for_the_gpus_that_are_here_and_the_rest_for_all(
         assert archs_of_builds(calls) == ["80;90a"]
 
 
+def test_clean_leaves_no_library(tree: Path) -> None:
+    names = ("_C.abi3.so", "_node-2.10.0-cpython-310.so", "_node-2.11.0-cpython-311.so")
+    for name in names:
+        (tree / "seqkern" / name).touch()
+    make(tree, "clean")
+    assert not list(tree.rglob("*.so"))
+
+
 def in_a_terminal(command: list[str], folder: Path) -> str:
     """What a command writes to a terminal."""
     master, slave = pty.openpty()
@@ -141,7 +149,7 @@ def test_compiling_counts_on_the_terminal_and_compiles_nothing_twice(
     assert total > 20
     assert {int(done) for done, of in counted if int(of) == total} >= {1, total // 2, total}
     compiled = [line for line in calls.read_text().splitlines() if " -c " in line]
-    assert any("layer_norm_node.cpp" in line for line in compiled)
+    assert any("layer_norm/node.cpp" in line for line in compiled)
     assert len(set(compiled)) == len(compiled) >= total
     calls.unlink()
     in_a_terminal([*build, "--build-lib", str(tree.parent / "elsewhere")], tree)
@@ -225,4 +233,4 @@ def test_an_editable_install_puts_nothing_else_on_the_path(
     assert name.endswith(".pth")
     assert [p.name for p in folder.iterdir()] == ["seqkern"]
     assert (folder / "seqkern").resolve() == tree / "seqkern"
-    assert (folder / "seqkern" / "kernels" / "layer_norm.py").is_file()
+    assert (folder / "seqkern" / "kernels" / "rnn" / "rnn.py").is_file()

@@ -23,7 +23,7 @@ from seqkern._slices import CUDA_OPS, SLICES
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "ninja"
-SOURCES = sorted(str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").rglob("*_cuda.cu"))
+SOURCES = sorted(str(p.relative_to(ROOT / "csrc")) for p in (ROOT / "csrc").rglob("*.cu") if p.name != "launch.cu")
 ARCHS = [arch for arch in _library.cuda_archs() if not arch.startswith("ptx")]
 
 
@@ -154,8 +154,8 @@ def test_kernels_keep_to_their_budgets(source, setup):
 @pytest.mark.usefixtures("every_target")
 @pytest.mark.skipif("90a" not in ARCHS, reason="not built for sm_90a")
 def test_the_probe_knows_its_architecture():
-    """csrc/common/hopper_probe_cuda.cu: shared memory where the code is for sm_90a, and only there."""
-    found = reports((BUILD / "common" / "hopper_probe_cuda.cu.o.ptxas").read_text())
+    """csrc/common/cuda/hopper/probe.cu: shared memory where the code is for sm_90a, and only there."""
+    found = reports((BUILD / "common/cuda/hopper/probe.cu.o.ptxas").read_text())
     assert {report.arch: report.shared for report in found} == {a: 512 if a == "90a" else 0 for a in ARCHS}
 
 
@@ -164,8 +164,8 @@ def test_the_probe_knows_its_architecture():
 # In how many places a kernel may empty the first-level cache of its multiprocessor: an acquire beyond the block does.
 # Attention launches no clusters; backward, dQ's turns and the ticket are acquired of the device.
 FLUSHES = {
-    "attention/attention_forward_hopper_cuda.cu": {"attention_forward_hopper": 0},
-    "attention/attention_backward_hopper_cuda.cu": {
+    "attention/cuda/hopper/forward.cu": {"attention_forward_hopper": 0},
+    "attention/cuda/hopper/backward.cu": {
         "::backward_kernel": 4, "wide_keys_kernel": 0, "wide_queries_kernel": 0, "statistics_kernel": 0,
         "convert_kernel": 0, "gaps_kernel": 0,
     },
@@ -189,7 +189,7 @@ def test_recurrent_steps_read_no_parameters_of_memory():
 
     What is left of loads through the read-only cache are the weights' 16 bytes, once before the first step.
     """
-    kernels = machine_code("rnn/rnn_forward_cuda.cu")
+    kernels = machine_code("rnn/cuda/forward.cu")
     assert kernels
     for name, lines in kernels.items():
         reads = {line.split()[0] for line in lines if "LDG" in line and "CONSTANT" in line}
@@ -247,10 +247,10 @@ def test_the_gate_fails_on(report, budget, words):
 
 @pytest.fixture
 def setup(monkeypatch):
-    """setup.py's functions, where nothing of the environment names a compiler."""
+    """setup_cuda.py's functions, where nothing of the environment names a compiler."""
     for name in ("NVCC", "CUDA_HOME", "SEQKERN_CUDA_ARCHS"):
         monkeypatch.delenv(name, raising=False)
-    spec = importlib.util.spec_from_file_location("seqkern_setup", ROOT / "setup.py")
+    spec = importlib.util.spec_from_file_location("setup_cuda", ROOT / "setup_cuda.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -272,7 +272,7 @@ def test_files_exist(name: str) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_variables_and_targets_exist(name: str) -> None:
     sources = [path for folder in ("seqkern", "tests/simt") for path in (ROOT / folder).rglob("*.*")]
-    code = "".join(p.read_text() for p in [*sources, ROOT / "setup.py"] if p.suffix in (".py", ".cpp", ".h"))
+    code = "".join(p.read_text() for p in [*sources, *ROOT.glob("setup*.py")] if p.suffix in (".py", ".cpp", ".h"))
     variables = set(re.findall(r"SEQKERN_[A-Z_]+", DOCUMENTS[name]))
     assert not {v for v in variables if not re.search(rf'"{v}"', code)}
     makefile = (ROOT / "Makefile").read_text()

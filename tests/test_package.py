@@ -50,12 +50,12 @@ def test_every_schema_belongs_to_a_slice():
 
 @pytest.mark.parametrize("name", SLICES)
 def test_slice_is_complete(name):
-    folder = SLICES[name].csrc or name
+    package = f"{name}/" if (ROOT / "kernels" / name).is_dir() else ""
     for path in (
-        f"csrc/{folder}/{name}.h",
-        f"csrc/{folder}/{name}.cpp",
-        f"csrc/{folder}/{folder}_cpu.cpp",
-        f"kernels/{name}.py",
+        f"csrc/{name}/{name}.h",
+        f"csrc/{name}/{name}.cpp",
+        f"csrc/{name}/cpu/kernels.cpp",
+        f"kernels/{package}{name}.py",
         f"seqkern/reference/{name}.py",
         f"seqkern/ops/{name}.py",
         f"tests/test_{name}.py",
@@ -63,7 +63,7 @@ def test_slice_is_complete(name):
         f"benchmarks/bench_{name}.py",
     ):
         assert (ROOT / path).is_file(), f"slice {name} lacks {path}"
-    cuda = {path.suffix for path in (ROOT / "csrc" / name).glob(f"{name}*_cuda.cu*")}
+    cuda = {path.suffix for path in (ROOT / "csrc" / name).glob("cuda/*.cu*")}
     if cuda:
         assert cuda == {".cu", ".cuh"}
         assert SLICES[name].cuda_ops
@@ -87,7 +87,7 @@ def test_references_are_short():
 def test_tiers_define_nothing_outside_their_namespace(tier):
     """A shared inline function compiled for AVX-512 could be the one that the linker keeps for all."""
     own = tier in _library.BF16_ISAS
-    objects = sorted((ROOT / "build" / "ninja").glob(f"*/*_{'bf16' if own else 'cpu'}.{tier}.o"))
+    objects = sorted((ROOT / "build" / "ninja").glob(f"*/cpu/*.{tier}.o"))
     if own and not objects and tier not in _library.available_isas():
         pytest.skip("the compiler or the machine does not know it")
     if not objects and sysconfig.get_platform().endswith(("x86_64", "amd64")):
@@ -129,7 +129,8 @@ def test_wheel_is_small_and_for_every_python(wheel):
     files = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in files}
     assert sorted(tops) == ["seqkern", "seqkern-0.1.0.dist-info"], "nothing but seqkern at the top level"
-    assert {"seqkern/_C.abi3.so", "seqkern/kernels/layer_norm.py", "seqkern/py.typed"} <= set(files)
+    kernels = {f"seqkern/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")}
+    assert {"seqkern/_C.abi3.so", "seqkern/py.typed"} | kernels <= set(files)
     libraries = [name for name in files if name.endswith(".so")]
     assert libraries == ["seqkern/_C.abi3.so"], "nothing that is tied to one torch or one Python"
 
@@ -183,8 +184,8 @@ def test_source_archive_has_every_source(tmp_path):
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
-    assert {Path(name).suffix for name in sources} == {".cpp", ".h", ".cu", ".cuh"}
-    assert sources | {"seqkern/py.typed"} <= names
+    assert {Path(name).suffix for name in sources} == {".cpp", ".h", ".cu", ".cuh", ".md"}
+    assert sources | {"seqkern/py.typed", "setup_cuda.py"} <= names
 
 
 # ---- import -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Recurrent layers with the scans in CUDA C++, every option, against the reference in float64.
 
-The launchers of kernels/rnn.py do the rest, as for Triton: in the host executor, where a process of its own (this file,
-run) does the work, or on a GPU. Every tier of the scans is forced, on devices that are made small enough to need it.
+The launchers of kernels/rnn/rnn.py do the rest, as for Triton: in the host executor, where a process of its own (this
+file, run) does the work, or on a GPU. Every tier of the scans is forced, on devices that are made small enough to need
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OTHER_SCANS = ("_scan_whole", "_scan_steps", "plan_sequence_backward", "_scan_ba
 @contextlib.contextmanager
 def cuda_scans(tier: str = "auto") -> Iterator[None]:
     """Both scans in CUDA C++ in that tier, and no other scan."""
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
     with contextlib.ExitStack() as stack:
         stack.enter_context(seqkern.use_backend("cuda"))
         stack.enter_context(mock.patch.object(kernels, "TIER", tier))
@@ -114,7 +115,7 @@ def blocks_of(case: Case, tier: str) -> tuple[int, int]:
 
 def bits_repeat(tier: str, device: str = "cpu") -> None:
     """The same bits again, and for a row whatever is beside it in the batch, and before it in its team."""
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
     for case in (
         Case(hidden=40, batch=35, directions=2, dtype=BF16, given=True, device=device),
         Case(cell=GRU, hidden=40, batch=35, norm=True, given=True, device=device),

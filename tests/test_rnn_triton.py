@@ -144,7 +144,7 @@ def extremes(device: str = "cpu") -> None:
 
 def sequences_apart(device: str = "cpu") -> None:
     """NaN in one sequence, and garbage where nothing is to be read, reach no other."""
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
     for cell, by_steps in ((LSTM, False), (GRU, True)):
         case = Case(cell=cell, batch=4, directions=2, lengths=(3, 1, 0, 2), by_steps=by_steps, device=device)
         arguments = build(case, 3)
@@ -175,7 +175,7 @@ def sequences_apart(device: str = "cpu") -> None:
 
 def autocast_around(device: str = "cpu") -> None:
     """A float32 call takes no notice of autocast, under which a backward pass may come to run."""
-    kernels = importlib.import_module("seqkern.kernels.rnn")
+    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
     for case in (Case(hidden=130, device=device), Case(cell=GRU, by_steps=True, keep=False, device=device)):
         arguments, results = build(case, 3), []
         never = mock.patch.object(kernels, "takes_sequence", return_value=False)

@@ -183,7 +183,8 @@ class CompileOnlyDriver(GPUDriver):
 def _kernel_modules() -> list[ModuleType]:
     """Every module of seqkern.kernels."""
     (folder,) = seqkern.kernels.__path__
-    names = sorted(path.stem for path in Path(folder).glob("*.py") if path.stem != "__init__")
+    paths = (path.relative_to(folder) for path in Path(folder).rglob("*.py") if path.stem != "__init__")
+    names = sorted(".".join(path.with_suffix("").parts) for path in paths)
     return [importlib.import_module(f"seqkern.kernels.{name}") for name in names]
 
 

@@ -1,4 +1,4 @@
-// Attention, host side: allocation, division of the work, registration under the CPU key.
+// Attention, host side: allocates results, divides the work, registers the ops under the CPU key.
 #include "attention.h"
 
 #include <algorithm>
@@ -9,8 +9,9 @@
 #include <thread>
 #include <tuple>
 
-#include "attention_problem.h"
+#include "ops.h"
 #include "parallel.h"
+#include "problem.h"
 #include "scratch.h"
 
 namespace seqkern {
@@ -19,34 +20,34 @@ namespace {
 // Key blocks that a work item of the shared mask's gradient goes over.
 constexpr int64_t kMaskBlocks = 8;
 
-// The variant that runs: of the active tier, or a special one for what it was made for.
+// The kernels of the active tier: for bfloat16 the tier's own, where it has them.
 const AttentionKernels& kernels_for(const AttentionShape& shape) {
   const AttentionKernels* bf16 = shape.dtype == Dtype::bf16 ? attention_bf16_kernels() : nullptr;
   return bf16 ? *bf16 : attention_kernels();
 }
 
-// As the kernels keep it: lse_t.
-ScalarType lse_type(const Problem& p) { return p.dtype == Dtype::f32 ? ScalarType::Double : p.acc; }
+// The dtype of lse: lse_t of the kernels.
+ScalarType lse_type(const AttentionProblem& p) { return p.dtype == Dtype::f32 ? ScalarType::Double : p.acc; }
 
-// Whether the queries of a sequence, with all heads of a group, go to the `few_` kernels.
-bool is_few(const Problem& p, const AttentionKernels& kernels, const AttentionSequence& s, const char* op) {
-  return s.queries > 0 && checked_product({p.group, s.queries}, op) <= kernels.few_rows;
+// Whether a sequence's queries, over all heads of a group, go to the decode kernels.
+bool is_decode(const AttentionProblem& p, const AttentionKernels& kernels, const AttentionSequence& s, const char* op) {
+  return s.queries > 0 && checked_product({p.group, s.queries}, op) <= kernels.decode_rows;
 }
 
 char* offset(const Tensor& t, int64_t elements) {
   return static_cast<char*>(t.mutable_data_ptr()) + elements * t.element_size();
 }
 
-// One piece of work on a head: of query head `head`, or of all query heads of key head `head`.
+// A work item: a block of query head `head`, or of all query heads of key head `head`.
 struct Item {
   int32_t sequence, head;
   int64_t block;
 };
 
-// The sequences with the longest items first. What an item costs must not depend on the other sequences, but when it
-// runs may.
+// The sequences, those with the longest items first. An item's cost may not depend on other sequences, but its start
+// may.
 template <class Cost>
-std::vector<int32_t> longest_first(const Problem& p, const Cost& cost) {
+std::vector<int32_t> longest_first(const AttentionProblem& p, const Cost& cost) {
   std::vector<int32_t> order(p.sequences.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
@@ -55,12 +56,12 @@ std::vector<int32_t> longest_first(const Problem& p, const Cost& cost) {
   return order;
 }
 
-// Keys and values as `pack` lays them out, once for all query heads that share them.
+// Keys and values in the layout of `pack`, made once for all query heads that share them.
 class Packed {
  public:
   template <class Wanted>
-  Packed(const Problem& p, const AttentionKernels& kernels, const Heads& key, const Heads& value, bool backward,
-         const Wanted& wanted, const char* op) {
+  Packed(const AttentionProblem& p, const AttentionKernels& kernels, const Heads& key, const Heads& value,
+         bool backward, const Wanted& wanted, const char* op) {
     if (!kernels.pack) return;
     int64_t total = 0;
     std::vector<Item> items;
@@ -98,14 +99,14 @@ class Packed {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Where the partial results of the sequences with few queries lie, and how many chunks of a key head are to come.
-struct Few {
-  int64_t first_chunk = 0, chunks = 0;  // 0: not such a sequence
-  int64_t partial = 0, counter = 0;     // index of the first key head's
+// Of a sequence that goes to the decode kernels: its chunks, and where its partial results are.
+struct DecodeChunks {
+  int64_t first_chunk = 0, chunks = 0;  // chunks of a key head; 0 for other sequences
+  int64_t partial = 0, counter = 0;     // indices, of the first key head's
 };
 
 std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optional<Tensor>& sinks) {
-  const Problem p = check(a);
+  const AttentionProblem p = check(a);
   const AttentionShape& shape = p.shape;
   check_attention_sinks(a, p, sinks);
   const std::optional<Tensor> sink_row = sinks ? std::optional(as_contiguous(*sinks)) : std::nullopt;
@@ -115,7 +116,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
 
   const Heads q(a.query), k(a.key), v(a.value), o(out);
   const AttentionKernels& kernels = kernels_for(shape);
-  if (p.packed) {  // rows before the first sequence and after the last
+  if (p.packed) {  // rows outside of all sequences
     const Sequence *first = p.sequences.empty() ? nullptr : &p.sequences.front(), *last = first;
     if (last) last = &p.sequences.back();
     const int64_t begin = first ? first->query_row : p.query_rows;
@@ -132,28 +133,28 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
     }
   }
 
-  // A head's keys and values stay in cache while its blocks of queries, the longest first, are done.
+  // A head's query blocks follow each other, the longest first, so that its keys and values stay in cache.
   std::vector<Item> items;
-  std::vector<Few> few(p.sequences.size());
+  std::vector<DecodeChunks> decode(p.sequences.size());
   int64_t partials = 0, counters = 0;
   for (const int32_t index : longest_first(p, [&](const AttentionSequence& s) {
          const int64_t begin =
-             is_few(p, kernels, s, a.op) ? 0 : (blocks(s.queries, kernels.block_q) - 1) * kernels.block_q;
+             is_decode(p, kernels, s, a.op) ? 0 : (blocks(s.queries, kernels.block_q) - 1) * kernels.block_q;
          const Range seen = visible_range(s, std::max<int64_t>(0, begin), s.queries);
          return std::min(s.queries, kernels.block_q) * (seen.end - seen.begin);
        })) {
     const AttentionSequence& s = p.sequences[static_cast<size_t>(index)].band;
-    if (is_few(p, kernels, s, a.op)) {
+    if (is_decode(p, kernels, s, a.op)) {
       const Range seen = visible_range(s, 0, s.queries);
-      Few& f = few[static_cast<size_t>(index)];
-      f.first_chunk = seen.begin < seen.end ? seen.begin / kernels.few_keys : 0;
-      f.chunks = seen.begin < seen.end ? blocks(seen.end, kernels.few_keys) - f.first_chunk : 1;
-      f.partial = partials;
-      f.counter = counters;
-      partials += checked_product({f.chunks, p.kv_heads}, a.op);
+      DecodeChunks& d = decode[static_cast<size_t>(index)];
+      d.first_chunk = seen.begin < seen.end ? seen.begin / kernels.decode_keys : 0;
+      d.chunks = seen.begin < seen.end ? blocks(seen.end, kernels.decode_keys) - d.first_chunk : 1;
+      d.partial = partials;
+      d.counter = counters;
+      partials += checked_product({d.chunks, p.kv_heads}, a.op);
       counters += p.kv_heads;
       for (int32_t head = 0; head < p.kv_heads; ++head)
-        for (int64_t chunk = 0; chunk < f.chunks; ++chunk) items.push_back({index, head, f.first_chunk + chunk});
+        for (int64_t chunk = 0; chunk < d.chunks; ++chunk) items.push_back({index, head, d.first_chunk + chunk});
     } else {
       for (int32_t head = 0; head < p.heads; ++head)
         for (int64_t block = blocks(s.queries, kernels.block_q); block-- > 0;) items.push_back({index, head, block});
@@ -162,20 +163,20 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
   const auto count = static_cast<int64_t>(items.size());
   if (count == 0) return {out, lse};
   const Packed packed(
-      p, kernels, k, v, false, [&](const AttentionSequence& s) { return !is_few(p, kernels, s, a.op); }, a.op);
+      p, kernels, k, v, false, [&](const AttentionSequence& s) { return !is_decode(p, kernels, s, a.op); }, a.op);
 
   int64_t bytes = kernels.forward_scratch(shape);
-  if (counters > 0) bytes = std::max(bytes, kernels.few_scratch(shape));
+  if (counters > 0) bytes = std::max(bytes, kernels.decode_scratch(shape));
   const Scratch scratch(bytes, worker_count(count));
-  const Scratch partial(counters > 0 ? kernels.few_partial(shape) : 0, partials);
+  const Scratch partial(counters > 0 ? kernels.decode_partial(shape) : 0, partials);
   const std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[static_cast<size_t>(counters)]());
 
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
     for (int64_t at; queue.take(at);) {
       const Item& item = items[static_cast<size_t>(at)];
       const Sequence& s = p.sequences[static_cast<size_t>(item.sequence)];
-      const Few& f = few[static_cast<size_t>(item.sequence)];
-      const int64_t head = f.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
+      const DecodeChunks& d = decode[static_cast<size_t>(item.sequence)];
+      const int64_t head = d.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
       const AttentionForward args{.shape = shape,
                                   .sequence = s.band,
                                   .bias = p.bias(s, head),
@@ -186,19 +187,20 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
                                   .lse = offset(lse, p.row(s, head)),
                                   .sinks = sink_row ? offset(*sink_row, head) : nullptr,
                                   .packed = packed.address(item.sequence, kv_head),
-                                  .heads = f.chunks > 0 ? p.group : 1,
+                                  .heads = d.chunks > 0 ? p.group : 1,
                                   .query_head_stride = q.head_stride,
                                   .out_head_stride = o.head_stride,
                                   .lse_head_stride = p.query_rows};
-      if (f.chunks == 0) {
+      if (d.chunks == 0) {
         kernels.forward(args, item.block, scratch.piece(worker));
         continue;
       }
-      const int64_t first = f.partial + kv_head * f.chunks;
-      kernels.few_forward(args, item.block, partial.piece(first + item.block - f.first_chunk), scratch.piece(worker));
-      // Whoever finishes last puts the chunks together, in their order.
-      if (done[f.counter + kv_head].fetch_add(1, std::memory_order_acq_rel) == f.chunks - 1)
-        kernels.few_combine(args, partial.piece(first), f.chunks);
+      const int64_t first = d.partial + kv_head * d.chunks;
+      kernels.decode_forward(args, item.block, partial.piece(first + item.block - d.first_chunk),
+                             scratch.piece(worker));
+      // The worker that finishes last combines the chunks, in their order.
+      if (done[d.counter + kv_head].fetch_add(1, std::memory_order_acq_rel) == d.chunks - 1)
+        kernels.decode_combine(args, partial.piece(first), d.chunks);
     }
   });
   return {out, lse};
@@ -206,9 +208,9 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// Lets the blocks of queries reach a key block's gradients one after the other, in an order that the shape alone
-// decides: the sums have the same bits on any number of threads. The queue hands out the blocks in that order too, so
-// whoever waits, waits for one that is running.
+// Makes the query blocks add to a key block's gradients one after the other, in an order that depends on the shape
+// alone: the sums have the same bits on any number of threads. The queue hands out the blocks in the same order, so a
+// worker waits only for running workers.
 class Turns {
  public:
   explicit Turns(int64_t count) : done_(new std::atomic<int64_t>[static_cast<size_t>(count)]()) {}
@@ -222,7 +224,7 @@ class Turns {
   std::unique_ptr<std::atomic<int64_t>[]> done_;
 };
 
-// Blocks of queries that see a key block, and how far a block of queries is from being the first to reach it.
+// The number of query blocks that see a key block, and the last of them, which is the first to add to it.
 struct Visitors {
   int64_t count, last;
   Visitors(const AttentionSequence& s, const AttentionKernels& kernels, int64_t key_block) {
@@ -233,13 +235,13 @@ struct Visitors {
   }
 };
 
-struct Gradients {
+struct AttentionGradients {
   Tensor query, key, value, mask, distance;
 };
 
-// All tensors of a backward pass, as the kernels read and write them.
+// All tensors of a backward pass.
 struct Backward {
-  const Problem& p;
+  const AttentionProblem& p;
   const AttentionKernels& kernels;
   const Heads grad_out, query, key, value, out;
   const Tensor lse;
@@ -247,7 +249,7 @@ struct Backward {
   const Heads grad_query, grad_key, grad_value, key_sum, value_sum;
   const Tensor grad_mask, distance;
   const char* op;
-  const bool own_mask;  // every head of every sequence has a mask of its own
+  const bool own_mask;  // each head of each sequence has its own mask
   const Packed packed;
 
   AttentionBackward arguments(int32_t index, int64_t head) const {
@@ -256,7 +258,7 @@ struct Backward {
     AttentionBackward args{.shape = p.shape,
                            .sequence = s.band,
                            .bias = p.bias(s, head),
-                           .few = is_few(p, kernels, s.band, op),
+                           .decode = is_decode(p, kernels, s.band, op),
                            .grad_out = grad_out.rows(s.batch, head, s.query_row),
                            .query = query.rows(s.batch, head, s.query_row),
                            .key = key.rows(s.batch, kv_head, s.key_row),
@@ -280,9 +282,9 @@ struct Backward {
   }
 };
 
-// What no block of queries writes.
+// Zeroes the rows that no query block writes.
 void zero_unseen(const Backward& b) {
-  const Problem& p = b.p;
+  const AttentionProblem& p = b.p;
   if (b.own_mask) std::memset(offset(b.grad_mask, 0), 0, b.grad_mask.numel() * b.grad_mask.element_size());
   const auto zero_keys = [&](int64_t batch, int64_t begin, int64_t end) {
     for (int64_t head = 0; head < p.kv_heads && begin < end; ++head) {
@@ -319,10 +321,10 @@ void zero_unseen(const Backward& b) {
 }
 
 void run_backward(const Backward& b, const char* op) {
-  const Problem& p = b.p;
+  const AttentionProblem& p = b.p;
   const AttentionKernels& kernels = b.kernels;
-  // All blocks of queries that share a key head form a chain; the chains go side by side, those with the most left
-  // first, and within a chain the longest blocks first.
+  // All query blocks that share a key head form a chain. Chains run in parallel, those with the most blocks left first,
+  // and within a chain the longest blocks come first.
   const auto length = [&](const AttentionSequence& s) { return p.group * blocks(s.queries, kernels.block_q); };
   const std::vector<int32_t> order = longest_first(p, length);
   std::vector<int64_t> first_turn(p.sequences.size());
@@ -332,7 +334,7 @@ void run_backward(const Backward& b, const char* op) {
     turn_count += checked_product({p.kv_heads, blocks(p.sequences[i].band.keys, kernels.block_k)}, op);
     longest = std::max(longest, length(p.sequences[i].band));
   }
-  std::vector<Item> items;  // head: of keys; block: position in the chain
+  std::vector<Item> items;  // head: key head; block: position in the chain
   for (int64_t left = longest; left > 0; --left) {
     for (const int32_t index : order) {
       const int64_t count = length(p.sequences[static_cast<size_t>(index)].band);
@@ -371,10 +373,10 @@ void run_backward(const Backward& b, const char* op) {
   });
 }
 
-// The gradient of a mask that heads or sequences share. An item owns a part of it, and computes the scores of all that
-// share it once more, in their order: no copies of the mask, no waiting, the same bits on any number of threads.
+// The gradient of a mask that heads or sequences share. An item owns a part of the mask, and recomputes the scores of
+// all that share it, in their order: no copies of the mask, no waiting, the same bits on any number of threads.
 void run_mask(const Backward& b, const char* op) {
-  const Problem& p = b.p;
+  const AttentionProblem& p = b.p;
   const AttentionKernels& kernels = b.kernels;
   const int64_t samples = b.grad_mask.size(0), heads = b.grad_mask.size(1);
   const int64_t rows = b.grad_mask.size(2), columns = b.grad_mask.size(3);
@@ -412,10 +414,10 @@ void run_mask(const Backward& b, const char* op) {
   });
 }
 
-Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                   const Tensor& out, const Tensor& lse, bool need_mask, bool need_slopes) {
+AttentionGradients backward(const AttentionArguments& a, const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                            const Tensor& out, const Tensor& lse, bool need_mask, bool need_slopes) {
   const char* op = a.op;
-  Problem p = check(a);
+  AttentionProblem p = check(a);
   AttentionShape& shape = p.shape;
   AttentionSizes sizes = p;
   sizes.acc = lse_type(p);
@@ -425,7 +427,7 @@ Gradients backward(const AttentionArguments& a, const Tensor& grad_out, const st
   const AttentionKernels& kernels = kernels_for(shape);
   const auto sequences = static_cast<int64_t>(p.sequences.size());
 
-  Gradients g{
+  AttentionGradients g{
       .query = p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
       .key = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
       .value = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
@@ -502,28 +504,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     const std::optional<Tensor>& key_lengths, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& seed, int64_t max_queries, int64_t max_keys, int64_t diagonal, bool lower_right,
     int64_t left, int64_t right, double scale, double softcap, double dropout_p, bool need_mask, bool need_slopes) {
-  const Gradients g = backward({.op = "attention_bwd",
-                                .query = query,
-                                .key = key,
-                                .value = value,
-                                .attn_mask = attn_mask,
-                                .query_starts = query_starts,
-                                .key_starts = key_starts,
-                                .key_lengths = key_lengths,
-                                .alibi_slopes = alibi_slopes,
-                                .seed = seed,
-                                .max_queries = max_queries,
-                                .max_keys = max_keys,
-                                .diagonal = diagonal,
-                                .lower_right = lower_right,
-                                .left = left,
-                                .right = right,
-                                .scale = scale,
-                                .softcap = softcap,
-                                .dropout_p = dropout_p},
-                               grad_out, grad_lse, out, lse, need_mask, need_slopes);
+  const AttentionGradients g = backward({.op = "attention_bwd",
+                                         .query = query,
+                                         .key = key,
+                                         .value = value,
+                                         .attn_mask = attn_mask,
+                                         .query_starts = query_starts,
+                                         .key_starts = key_starts,
+                                         .key_lengths = key_lengths,
+                                         .alibi_slopes = alibi_slopes,
+                                         .seed = seed,
+                                         .max_queries = max_queries,
+                                         .max_keys = max_keys,
+                                         .diagonal = diagonal,
+                                         .lower_right = lower_right,
+                                         .left = left,
+                                         .right = right,
+                                         .scale = scale,
+                                         .softcap = softcap,
+                                         .dropout_p = dropout_p},
+                                        grad_out, grad_lse, out, lse, need_mask, need_slopes);
   return {g.query, g.key, g.value, g.mask, g.distance};
 }
+
+SK_DIRECT_OP(attention_fwd)
+SK_DIRECT_OP(attention_bwd)
 
 }  // namespace
 

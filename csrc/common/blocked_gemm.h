@@ -1,14 +1,14 @@
 // Large products on the micro-kernel of gemm.h: C = A B + bias, with any element types that share an accumulator.
 //
-// B is packed once into panels that the tiles stream from L2 (gemm.h: 4 vectors of B for 24 multiply-adds, well under
-// what L2 delivers). C is cut into blocks of up to kBlockRows x kBlockColumns, one work item each. A block's C stays in
-// scratch over the whole depth, and a tile of it leaves as soon as it is complete, out of L1. A comes in slices of
-// kBlockDepth, copied so that the elements of a column, which a tile takes together, lie together: with two vectors to
-// a tile that is 3 to 5% faster than to read rows where they lie; with four it was not tried, and they are read there
-// if they can be (rows a multiple of 4 KB apart would collide in the cache).
+// B is packed once into panels, which the register tiles stream from L2: 24 multiply-adds need 4 vectors of B, well
+// under what L2 delivers. C is cut into blocks of up to kBlockRows x kBlockColumns, one work item each. A block's C
+// stays in scratch over the whole depth; a finished tile leaves for C while it is still in L1. A is taken in slices of
+// kBlockDepth. Where tiles are two vectors wide, a slice is copied so that the elements of a column, which a tile reads
+// together, are contiguous. Where they are four vectors wide, rows are read in place if possible. (Rows a multiple of 4
+// KB apart would collide in the cache.)
 //
-// An element of C is the sum of its slices in ascending k, whatever the blocks are and whoever computes them: the
-// result depends on neither the number of threads nor the other rows.
+// An element of C is the sum of its slices in ascending k. It depends neither on the blocks, nor on the number of
+// threads, nor on the other rows.
 #pragma once
 
 #include "gemm.h"
@@ -18,21 +18,21 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// For lambdas that only prefetch: gcc takes such a function for one without effect and drops the call, unless it was
-// inlined before.
+// For lambdas that only prefetch: gcc takes such a function for one without side effects and drops the call, unless it
+// was inlined before.
 #define SK_PREFETCHING __attribute__((always_inline))
 
 // Blocks of C, in elements.
 constexpr int64_t kBlockRows = 96, kBlockColumns = 512;
 template <class A>
 constexpr int64_t kPanel = kGemmVecs * W<A>;
-// Terms of a sum in a row: an LSTM of 129 inputs has twice torch's error with 64.
+// Terms of one sum: at 64 an LSTM of 129 inputs would have twice torch's error.
 constexpr int64_t kPanelSlice = 32;
-// Depth of a slice: 4 to 32 KB of a panel, which L1 keeps over the rows of a block. On AVX2, 192 or 256 instead of 128
-// take 3 to 6% more time, 192 rows in a block 4 to 6%, 256 columns 1 to 2%.
+// Depth of a slice: 4 to 32 KB of a panel, which L1 keeps over the rows of a block. Chosen by measurement, as the
+// blocks are (NOTES.md).
 constexpr int64_t kBlockDepth = 128;
 constexpr bool kReadInPlace = kGemmVecs == 4 && kTerms == 1;
-// A row of scratch ends one cache line later than a power of two.
+// Rows of scratch are one cache line longer than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
 constexpr int64_t kStagedA = kBlockRows * kBlockDepth;
@@ -52,7 +52,7 @@ template <class A>
 int64_t panel_width(int64_t groups) {
   return (groups == 1 ? kGemmVecs : groups) * W<A>;
 }
-// Vectors of a panel that lie side by side, as a tile reads them; the next ones follow below, at the same depths.
+// How many vectors of a panel are side by side: as many as a tile reads. The others follow below, at the same depths.
 constexpr int64_t tile_vectors(int64_t groups) { return groups % kGemmVecs == 0 || groups == 1 ? kGemmVecs : groups; }
 template <class A>
 int64_t panel_count(int64_t columns, int64_t groups) {
@@ -60,8 +60,8 @@ int64_t panel_count(int64_t columns, int64_t groups) {
   return (columns / groups + width - 1) / width;
 }
 
-// Packs `depth` rows of one vector of columns, the first `count` of which exist. A transposition: a vector of k from
-// each of W columns at a time, so that whole cache lines are read and written.
+// Packs `depth` rows of one vector of columns, the first `count` of which exist. This is a transposition: it takes one
+// vector along k from each of W columns at a time, and so reads and writes whole cache lines.
 template <class T, class RowAt>
 void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t count, const RowAt& row) {
   using A = acc_t<T>;
@@ -76,7 +76,7 @@ void pack_transposed(const T* source, int64_t n_stride, int64_t depth, int64_t c
   }
 }
 
-// Row k of a source whose rows lie as such; null: zeros, or there is none.
+// Row k of a source with contiguous rows; null for rows that are zero or absent.
 template <class T>
 SK_INLINE const T* source_row(const Matrix& b, int64_t k) {
   if (k >= b.depth) return nullptr;
@@ -84,13 +84,13 @@ SK_INLINE const T* source_row(const Matrix& b, int64_t k) {
   const int64_t row = k + b.first_row < b.depth ? k + b.first_row : k + b.first_row - b.depth;
   return static_cast<const T*>(b.data) + row * b.k_stride;
 }
-// Row k, with what follows it in a word, as load_rows() takes them.
+// The rows that make up the word at row k, as load_rows() takes them.
 template <class T>
 SK_INLINE auto rows_from(const Matrix& b, int64_t k) {
   return [&b, k](int64_t i) { return source_row<T>(b, k + i); };
 }
 
-// Rows [k, k + depth) of one panel, which begins at `packed`; k is a word's first row.
+// Packs rows [k, k + depth) of one panel, which begins at `packed`; k is the first row of a word.
 template <class T>
 void pack_rows(const Matrix& p, int64_t panel, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
@@ -121,13 +121,13 @@ void pack_rows(const Matrix& p, int64_t panel, int64_t k, int64_t depth, acc_t<T
                       [&](int64_t i) { return row(v, i); });
     return;
   }
-  // A row at a time: rows whose distance is a power of two push each other out of the cache.
+  // Row by row: rows a power of two apart evict each other from the cache.
   for (int64_t i = 0; i < words(depth); ++i)
     for (int64_t v = 0; v < vectors; ++v)
       store(row(v, i), load_rows<T>(rows_from<T>(p, k + i * kTerms), parts[v].column, parts[v].count));
 }
 
-// Work item: one panel over kBlockDepth words, `item` counting these fastest.
+// Work item: one panel over kBlockDepth words; `item` counts the depth fastest.
 template <class T>
 void pack_item(const Matrix& p, void* packed, int64_t item) {
   using A = acc_t<T>;
@@ -137,14 +137,14 @@ void pack_item(const Matrix& p, void* packed, int64_t item) {
   pack_rows<T>(p, panel, k, depth, static_cast<A*>(packed) + panel * padded_words(p.depth) * panel_width<A>(p.groups));
 }
 
-// A whole panel, where it is needed, instead of all of them before.
+// Packs one panel just before it is used, instead of all panels beforehand.
 template <class A>
 void pack_panel(const Matrix& p, int64_t panel, A* packed) {
   by_element<A>(p.dtype, [&](auto t) { pack_rows<decltype(t)>(p, panel, 0, p.depth, packed); });
 }
 
-// Prefetches what the next piece of work needs into L2, a few cache lines beside each tile of this one: all at once
-// they would only fill the queue of misses, and the tiles would wait.
+// Prefetches the next work item's data into L2, a few cache lines with each tile of this one. All at once they would
+// fill the queue of misses, and the tiles would wait.
 class Prefetcher {
  public:
   // Lines of `rows` rows of row_bytes; no rows: nothing to prefetch.
@@ -152,7 +152,7 @@ class Prefetcher {
       : base_(static_cast<const char*>(base)), stride_(stride), rows_(rows), lines_((row_bytes + 63) / 64) {
     each_ = (rows_ * lines_ + tiles - 1) / tiles;
   }
-  SK_INLINE void fetch() {
+  SK_INLINE void prefetch() {
     for (int64_t n = each_; n > 0 && row_ < rows_; --n) {
       __builtin_prefetch(base_ + row_ * stride_ + line_ * 64, 0, 2);
       if (++line_ == lines_) line_ = 0, ++row_;
@@ -169,7 +169,7 @@ int64_t tile_count(int64_t M, int64_t columns) {
   return (M + kGemmRows - 1) / kGemmRows * ((columns + kPanel<A> - 1) / kPanel<A>);
 }
 
-// A panel's vectors. Not inlined: the loops need all registers for themselves (AVX2: 3% of a product).
+// The vectors of one panel. Not inlined: the loops need all registers for themselves.
 template <class A, int NR>
 __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
                                              const A* b, A* c, int64_t ldc, bool accumulate) {
@@ -178,8 +178,8 @@ __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, i
   else gemm_columns<A, NR, UnitStride::row, kPanelSlice>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
 }
 
-// C[M, columns of B] (+)= A B over one slice, with B a run of panels, `panel_stride` apart. before(m, n, rows, columns)
-// is called before a tile is worked on, after() when it is done.
+// C[M, columns of B] (+)= A B over one slice. B is a run of panels, `panel_stride` apart. Calls before(m, n, rows,
+// columns) before each tile, and after() after it.
 template <class A, class Before, class After>
 void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
                      const A* b, int64_t panel_stride, A* c, int64_t ldc, bool accumulate, const Before& before,
@@ -202,7 +202,7 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
   }
 }
 
-// A(m0 .. m0 + rows, k0 .. k0 + depth) as [k][m], kBlockRows apart; k0 is a word's first number.
+// Copies A(m0 .. m0 + rows, k0 .. k0 + depth) to [k][m], rows kBlockRows apart; k0 is the first number of a word.
 template <class T>
 void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, acc_t<T>* staged) {
   using A = acc_t<T>;
@@ -239,7 +239,8 @@ void stage_any(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t d
   by_element<A>(p.a_type, [&](auto t) { stage<decltype(t)>(p, m0, rows, k0, depth, staged); });
 }
 
-// Where A(m0 .. m0 + rows, 0 ...) can be read in place: its first element, and then the stride of its rows; else null.
+// Where A(m0 .. m0 + rows, 0 ...) can be read in place: the address of its first element, and its row stride; else
+// null.
 template <class A>
 const A* direct_rows(const Product& p, int64_t m0, int64_t rows, int64_t& row_stride) {
   if (!kReadInPlace || p.a_k_stride != 1 || size_of(p.a_type) != static_cast<int64_t>(sizeof(A))) return nullptr;
@@ -272,13 +273,13 @@ void write_back_as(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64
     }
   }
 }
-// A tile of C, complete, from scratch to where it belongs.
+// Moves a finished tile of C from scratch to its place.
 template <class A>
 SK_INLINE void write_back(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns, const A* c,
                           int64_t ldc) {
   by_element<A>(p.c_type, [&](auto t) { write_back_as<decltype(t)>(p, m0, rows, n0, columns, c, ldc); });
 }
-SK_INLINE void fetch_tile(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns) {
+SK_INLINE void prefetch_tile(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns) {
   const int64_t size = size_of(p.c_type);
   for (int64_t m = m0; m < m0 + rows; ++m) {
     const char* row = static_cast<const char*>(p.c_rows ? p.c_rows[m] : p.c) + (p.c_rows ? 0 : m * p.c_stride * size);
@@ -286,7 +287,7 @@ SK_INLINE void fetch_tile(const Product& p, int64_t m0, int64_t rows, int64_t n0
   }
 }
 
-// Work item: one block of C, `item` counting the columns fastest. scratch: kStagedA + kBlockC elements.
+// Work item: one block of C; `item` counts the columns fastest. scratch: kStagedA + kBlockC elements.
 template <class A>
 void multiply_item(const Product& p, int64_t item, A* scratch) {
   const int64_t column_blocks = (p.columns + kBlockColumns - 1) / kBlockColumns;
@@ -300,7 +301,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
   const A* direct = direct_rows<A>(p, m0, rows, row_stride);
   const bool by_rows = p.a_k_stride == 1;
   const int64_t k_stride = direct ? 1 : kBlockRows;
-  // Without any depth the product is zero; a tile of depth 0 writes that.
+  // A depth of 0 gives a product of zero, which a tile of depth 0 writes.
   for (int64_t k = 0; k == 0 || k < all; k += kBlockDepth) {
     const int64_t depth = all - k < kBlockDepth ? all - k : kBlockDepth;
     if (!direct) {
@@ -316,7 +317,7 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
     const int64_t next_depth = left < kBlockDepth * kTerms ? left : kBlockDepth * kTerms;
     if (left <= 0) {
       product([&](int64_t m, int64_t n, int64_t tile_rows, int64_t width)
-                  SK_PREFETCHING { fetch_tile(p, m0 + m, tile_rows, n0 + n, width); },
+                  SK_PREFETCHING { prefetch_tile(p, m0 + m, tile_rows, n0 + n, width); },
               [&](int64_t m, int64_t n, int64_t tile_rows, int64_t width) {
                 write_back<A>(p, m0 + m, tile_rows, n0 + n, width, c + m * ldc + n, ldc);
               });
@@ -325,14 +326,14 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
     const int64_t size = size_of(p.a_type), tiles = tile_count<A>(rows, columns);
     const int64_t stride = (direct ? row_stride : by_rows ? p.a_row_stride : p.a_k_stride) * size;
     const void* from = direct     ? static_cast<const void*>(direct + next)
-                       : p.a_rows ? nullptr  // rows that lie anywhere are not prefetched
+                       : p.a_rows ? nullptr  // scattered rows are not prefetched
                                   : static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size;
     Prefetcher prefetcher(tiles, from, stride,
                           !from     ? 0
                           : by_rows ? rows
                                     : next_depth,
                           (by_rows ? next_depth : rows) * size);
-    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { prefetcher.fetch(); },
+    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { prefetcher.prefetch(); },
             [](int64_t, int64_t, int64_t, int64_t) {});
   }
 }

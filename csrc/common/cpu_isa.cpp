@@ -20,7 +20,7 @@ bool has_avx512_bf16() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvx512Bf16) != 0;
 }
 
-// Tiles with bfloat16 products, in the processor and with the kernel's leave: a process has to ask once before its
+// Whether the processor has bfloat16 products on tiles, and Linux permits them: a process has to ask once, before its
 // first use of tiles, for all its threads.
 bool amx_usable() {
   unsigned a, b, c, d;
@@ -48,7 +48,7 @@ Isa detect() {
 }
 
 std::atomic<int>& active() {
-  // SEQKERN_CPU_ISA is checked in Python at import, where a wrong value can raise; here it starts as the best tier.
+  // Python checks SEQKERN_CPU_ISA at import, where a wrong value can raise; here the tier starts as the best one.
   static std::atomic<int> isa{static_cast<int>(best_isa())};
   return isa;
 }

@@ -1,8 +1,9 @@
 // The instruction-set tiers of the CPU kernels, and which of them runs.
 //
-// Every csrc/<op>/<op>_cpu.cpp is compiled once per tier with other flags, inside `namespace seqkern::SK_TIER`, and
-// exports one table of entry points. The host code of the op asks for the active tier's table on every call. The tiers
-// with products of bfloat16 have tables for that type alone, of <op>_bf16.cpp; the others are those of avx512.
+// Every csrc/<op>/cpu/*.cpp is compiled once per tier, with the tier's flags, inside `namespace seqkern::SK_TIER`,
+// and exports one table of entry points. The op's host code asks for the active tier's table on every call. The tiers
+// avx512bf16 and amx have tables of their own for bfloat16 only, from cpu/bf16.cpp; for everything else they use
+// avx512's.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -13,14 +14,14 @@
 
 namespace seqkern {
 
-// avx512bf16: AVX-512 with dot products of bfloat16 pairs (Zen 4, Cooper Lake); amx: with matrix tiles too.
+// avx512bf16: AVX-512 with bf16 dot products (Zen 4, Cooper Lake); amx: with matrix tiles too.
 enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4 };
 
 // The tier in use: the best one this machine has, unless SEQKERN_CPU_ISA or set_isa() chose another.
 Isa active_isa();
 Isa best_isa();
 const char* isa_name(Isa isa);
-// Whether this is a processor of AMD: what pays beside its memory is not what pays beside others'.
+// Whether this is an AMD processor: its best prefetch policy differs from Intel's.
 bool is_amd();
 // False when the name is unknown or the machine lacks the tier; nothing changes then.
 bool set_isa(const char* name);
@@ -56,8 +57,8 @@ bool set_isa(const char* name);
   inline const Table& name() { return generic::name; }
 #endif
 
-// Declares `name` in the tiers with products of bfloat16 and a function `name()` that returns the active one's table,
-// or null: another tier is active, or the compiler knows none of these.
+// Declares `name` in the bf16 tiers and a function `name()` that returns the active tier's table. It returns null where
+// another tier is active or the compiler knows none of these.
 #if SK_BF16_TIERS
 #define SK_DECLARE_BF16_TABLE(Table, name)            \
   namespace avx512bf16 {                              \

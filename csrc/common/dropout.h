@@ -1,4 +1,4 @@
-// What a kernel is told about dropout. Torch-free.
+// The dropout arguments of a kernel. Torch-free.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@ namespace seqkern {
 
 struct Dropout {
   bool active = false;
-  uint32_t threshold = 0;  // p * 2^32: random words below it drop their element
-  double scale = 1;        // of what is kept: 1 / (1 - p)
+  uint32_t threshold = 0;  // p * 2^32: a random word below it drops its element
+  double scale = 1;        // of the elements that are kept: 1 / (1 - p)
   uint64_t seed = 0;
 
   static Dropout with(double p, uint64_t seed) {

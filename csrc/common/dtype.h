@@ -14,7 +14,7 @@ struct Half {
   uint16_t bits;
 };
 
-// The type that statistics, softmax, cell state and accumulators are kept in.
+// The type of statistics, softmax, cell state and accumulators.
 template <class T>
 struct AccOf {
   using type = float;
@@ -26,7 +26,7 @@ struct AccOf<double> {
 template <class T>
 using acc_t = typename AccOf<T>::type;
 
-// Internal linkage: what a tier's translation unit compiles must stay there.
+// Internal linkage: the functions must not leave their tier's translation unit.
 namespace {
 [[maybe_unused]] constexpr int64_t size_of(Dtype dtype) {
   return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;

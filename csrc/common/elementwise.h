@@ -1,4 +1,4 @@
-// What ops of one formula share, host side: tensors of one shape as rows, and elements shared out among threads.
+// Host side of elementwise ops: tensors of one shape as rows, and the elements divided among threads.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,7 @@
 
 namespace seqkern {
 
-// The distance of a tensor's rows (its last dimension), where there is one for all of them and elements of a row lie
-// next to each other.
+// The row stride of a tensor (rows are its last dimension), if all rows have the same one and each row is contiguous.
 inline std::optional<int64_t> row_stride(const Tensor& t) {
   if (!unit_last_stride(t)) return std::nullopt;
   int64_t stride = t.dim() ? t.size(t.dim() - 1) : 1, rows = 1;
@@ -24,8 +23,8 @@ inline std::optional<int64_t> row_stride(const Tensor& t) {
   return stride;
 }
 
-// Tensors of one shape, dtype and device as the kernels read them: rows at a distance of their own for each, in place
-// where that is how they lie, else of a contiguous copy. All of them contiguous: one row.
+// Tensors of one shape, dtype and device as rows, each tensor with a row stride of its own. A tensor that has none is
+// copied. Tensors that are all contiguous become a single row.
 class ElementRows {
  public:
   ElementRows(std::initializer_list<const Tensor*> tensors, std::initializer_list<const char*> names, const char* op) {
@@ -51,7 +50,7 @@ class ElementRows {
   }
   const void* data(size_t i) const { return kept_[i].const_data_ptr(); }
   int64_t stride(size_t i) const { return strides_[i]; }
-  // A result: the shape of the tensors, contiguous.
+  // An output: the tensors' shape, contiguous.
   Tensor result() const { return empty(kept_[0], sizes_, kept_[0].scalar_type()); }
 
   Dtype dtype;
@@ -62,10 +61,10 @@ class ElementRows {
   std::vector<int64_t> strides_, sizes_;
 };
 
-// Elements below which a second thread costs more than it saves, at some tens of instructions for each.
+// Elements below which a second thread costs more than it saves, at some tens of instructions an element.
 constexpr int64_t kElementwiseGrain = 8192;
 
-// kernel(begin, end) over all elements, counted row by row.
+// Calls kernel(begin, end) for all elements, counted row by row.
 template <class Kernel>
 void for_elements(int64_t elements, const Kernel& kernel) {
   torch::stable::parallel_for(0, elements, kElementwiseGrain, kernel);

@@ -1,4 +1,4 @@
-// Products of a few rows: with packed panels, inside the loops of an op, and with panels that are packed on the fly.
+// Products of a few rows: with packed panels, inside an op's loops, and with panels packed on the fly.
 #pragma once
 
 #include "operand.h"
@@ -16,24 +16,24 @@ template <class A>
 SK_INLINE int64_t padded_stride(int64_t columns) {
   return round_up<A>(columns) + kPad<A>;
 }
-// Enough for whole panels of kPanel columns.
+// Room for whole panels of kPanel columns.
 template <class A>
 SK_INLINE int64_t panel_stride(int64_t columns) {
   return (columns + kPanel<A> - 1) / kPanel<A> * kPanel<A> + kPad<A>;
 }
-// Of an operand's rows of so many numbers, in words; whole vectors of numbers can be stored to them.
+// Row stride, in words, of an operand with `numbers` columns; rows have room for whole vectors of numbers.
 template <class A>
 SK_INLINE int64_t operand_stride(int64_t numbers) {
   return panel_stride<A>(words(round_up<A>(numbers)));
 }
 
-// Rows of `depth` numbers, lda apart, as an operand.
+// Converts rows of `depth` numbers, lda apart, to an operand.
 template <class A, class T>
 SK_INLINE void as_operand(int64_t rows, int64_t depth, const T* a, int64_t lda, A* to, int64_t stride) {
   for (int64_t i = 0; i < rows; ++i) as_operand_row(a + i * lda, depth, to + i * stride);
 }
 
-// C[rows, columns] = A B with B in panels of one group; a row of C has room for whole panels.
+// C[rows, columns] = A B, with B packed in panels of one group; rows of C have room for whole panels.
 template <class A>
 void packed_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                          int64_t ldc) {
@@ -44,7 +44,7 @@ void packed_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* 
                                  b + q * whole * kPanel<A>, c + q * kPanel<A>, ldc, kPanel<A>, [](int64_t, int64_t) {});
 }
 
-// Work items of such a product whose panels are packed on the fly: groups of panels.
+// Work items of a product whose panels are packed on the fly: groups of panels.
 inline bool row_major(const Matrix& b) { return b.n_stride == 1 && !b.rows; }
 template <class A>
 int64_t few_rows_group(const FewRowsProduct& p) {
@@ -54,7 +54,7 @@ template <class A>
 int64_t few_rows_items(const FewRowsProduct& p) {
   return (panel_count<A>(p.b.columns, 1) + few_rows_group<A>(p) - 1) / few_rows_group<A>(p);
 }
-// Elements of B that are packed on the fly.
+// Elements of B that an item packs on the fly.
 template <class A>
 int64_t few_rows_packed(const FewRowsProduct& p) {
   return row_major(p.b) ? kSliceScratch<A> : unpacked_scratch<A>(p.rows, p.b.depth, few_rows_group<A>(p) * kPanel<A>);

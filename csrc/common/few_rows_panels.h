@@ -1,5 +1,5 @@
-// Products of a few rows on vectors: with packed panels, and with weights as they lie. Depths and the distance of an
-// operand's rows are in words (operand.h), but for that of a Matrix.
+// Products of a few rows on vectors: with packed panels, and with weights read in place. Depths and row strides of
+// operands are in words (operand.h), those of a Matrix in elements.
 #pragma once
 
 #include "blocked_gemm.h"
@@ -8,14 +8,15 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// What matrix tiles need (few_rows_tiles.h); nothing here.
+// The matrix tiles' configuration (few_rows_tiles.h); empty here.
 struct RowTiles {
   explicit RowTiles(int64_t) {}
   ~RowTiles() {}
 };
 
-// A tile: MR rows times NP panels of NV vectors, over one slice of the depth. Many accumulators hide the latency of
-// the multiply-add; one or two rows take those of several panels. As gemm_tile() sums, so sums this.
+// A register tile: MR rows times NP panels of NV vectors, over one slice of the depth. Many accumulators hide the
+// latency of the multiply-add, so one or two rows take several panels at once. The order of each sum is that of
+// gemm_tile().
 template <class A, int MR, int NP, int NV>
 __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda, const A* b, int64_t panel_stride,
                                           A* c, int64_t ldc, int64_t c_panel, bool accumulate) {
@@ -42,10 +43,9 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
   } while (k < depth);
 }
 
-// Depth of a slice of a panel that L1 keeps over all rows. To prefetch the next slice meanwhile takes a layer of 64
-// rows and 1024 units up to 1% less time, a product of 16 or 32 rows 5 to 11% more.
+// Depth of a slice of a panel, which L1 keeps over all rows. The next slice is not prefetched (NOTES.md).
 constexpr int64_t kPanelDepth = 512 / kGemmVecs;
-// Rows of a tile of one panel, and panels of a tile of one or two rows.
+// Rows of a tile of one panel; panels of a tile of one or two rows.
 constexpr int whole_tile(int64_t vectors) { return static_cast<int>(kGemmRows * kGemmVecs / vectors); }
 template <int NV>
 constexpr int kTileRows = whole_tile(NV);
@@ -59,15 +59,14 @@ __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a
   else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate);
 }
 
-// Panels that are worked on together: as many as a tile of one or two rows takes.
+// Panels per tile: as many as a tile of one or two rows takes.
 template <int NV>
 int64_t panel_group(int64_t rows) {
   return rows == 1 ? kTilePanels<NV> : rows == 2 && kTilePanels<NV> > 1 ? kTilePanels<NV> / 2 : 1;
 }
 
-// C = A B for `panels` panels of B, at most panel_group(rows), each over the whole depth and one after the other. C of
-// a panel begins c_panel after the last one's, its rows are ldc apart. before(row_begin, row_end) is called before a
-// tile's rows are first worked on.
+// C = A B for `panels` panels of B, at most panel_group(rows), each over the whole depth, one after the other. C's
+// panels are c_panel apart, its rows ldc. before(row_begin, row_end) is called before the first tile of these rows.
 template <class A, int NV, class Before>
 SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                               int64_t ldc, int64_t c_panel, const Before& before) {
@@ -97,10 +96,9 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
   }
 }
 
-// One row times a vector of columns of B, the first `count` of which exist, that lie as rows of `depth` numbers:
-// transposed in registers
-// on the way. W of them are as many streams as a cache holds whose rows are a power of two apart; four vectors at a
-// time, for more sums at once, take up to twice as long.
+// One row times a vector of columns of B, of which the first `count` exist. A column is stored as a row of `depth`
+// numbers, so the columns are transposed in registers. W columns are as many streams as a cache holds whose rows are a
+// power of two apart: four vectors of columns at a time, for more sums at once, take up to twice as long.
 template <class T>
 void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t depth, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
@@ -127,7 +125,7 @@ void column_products(const T* columns, int64_t count, int64_t n_stride, int64_t 
   }
 }
 
-// The same for whole panels; bit for bit what packed panels give, in their order.
+// The same for whole panels, with the same bits as packed panels give.
 template <class T>
 void one_row_products_of(const Matrix& b, int64_t first_panel, int64_t panels, const acc_t<T>* a, acc_t<T>* c) {
   using A = acc_t<T>;
@@ -146,8 +144,8 @@ void one_row_products(const Matrix& b, int64_t first_panel, int64_t panels, cons
   by_element<A>(b.dtype, [&](auto t) { one_row_products_of<decltype(t)>(b, first_panel, panels, a, c); });
 }
 
-// C = A B for panels of a B of columns as they lie, TV vectors of a panel side by side in C: packed where they are
-// needed, unpacked_scratch() of memory. before() as in panel_products().
+// C = A B for panels of a B that is read in place; TV vectors of a panel are side by side in C. Panels are packed as
+// they are needed, into unpacked_scratch() of memory. before() as in panel_products().
 template <class A>
 int64_t unpacked_scratch(int64_t, int64_t depth, int64_t width) {
   return words(depth) * width;
@@ -165,16 +163,16 @@ SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_pa
   panel_products<A, TV>(rows, panels * width / (TV * W<A>), depth, a, lda, packed, c, ldc, TV * W<A>, before);
 }
 constexpr int64_t kUnpackedRows = 0;
-// Panels that are worked on together.
+// Panels of one item.
 inline int64_t unpacked_group(int64_t rows) { return panel_group<kGemmVecs>(rows); }
 
-// Panels of a row-major B that are worked on together, kPanelSlice rows at a time: long runs of each row, in order.
+// Panels of one item of a row-major B, kPanelSlice rows at a time: reads long contiguous runs of each row.
 template <class A>
 constexpr int64_t kSlicePanels = 512 / kPanel<A>;
 template <class A>
 constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kPanelSlice;
 
-// Words [k, k + depth) of `panels` panels of a row-major B.
+// Packs words [k, k + depth) of `panels` panels of a row-major B.
 template <class T>
 void pack_slice(const Matrix& b, int64_t first_panel, int64_t panels, int64_t k, int64_t depth, acc_t<T>* packed) {
   using A = acc_t<T>;
@@ -190,8 +188,8 @@ void pack_slice(const Matrix& b, int64_t first_panel, int64_t panels, int64_t k,
   }
 }
 
-// The same times one row of A, without a copy: four words of B at a time, sums in L1. `columns` of them, whole vectors
-// of c.
+// The same times one row of A, without packing: four words of B at a time, with the sums in L1. Gives `columns`
+// columns; c has room for whole vectors.
 template <class T>
 void multiply_slice(const Matrix& b, int64_t first_column, int64_t columns, int64_t k, int64_t depth, const acc_t<T>* a,
                     acc_t<T>* c, bool accumulate, acc_t<T>* sums) {
@@ -221,7 +219,7 @@ void multiply_slice(const Matrix& b, int64_t first_column, int64_t columns, int6
   for (int64_t u = 0; u < columns; u += W<A>) store(c + u, accumulate ? load(c + u) + load(sums + u) : load(sums + u));
 }
 
-// C (+)= A B for up to kSlicePanels panels of a row-major B; bit for bit what packed panels give.
+// C (+)= A B for up to kSlicePanels panels of a row-major B, with the same bits as packed panels give.
 template <class T>
 void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t lda, const Matrix& b,
                        int64_t first_panel, acc_t<T>* c, int64_t ldc, acc_t<T>* slice) {

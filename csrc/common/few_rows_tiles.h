@@ -1,20 +1,9 @@
-// Products of a few rows on matrix tiles (AMX): with packed panels, and with weights as they lie. As few_rows_panels.h,
-// with the same names. An element of C is the sum over steps of 32 terms in ascending order (matrix_tiles.h) on every
-// one of these paths: it depends on its own row of A and column of B.
+// Products of a few rows on matrix tiles (AMX): with packed panels, and with weights read in place. The same functions
+// as in few_rows_panels.h. On every path an element of C is the sum, in ascending order, over steps of 32 terms
+// (matrix_tiles.h): it depends only on its own row of A and column of B.
 //
-// A tile of fewer rows takes as long as a whole one, for as long as its right tile changes with every product; panels
-// stream from L2 at that rate.
-//
-// One core of a Granite Rapids (2 MB of L2, 27 GB/s beyond), half the units of an LSTM with B = 32, T = 128, I = H =
-// 512: 7.8 ms, 3.2 of which are products with the input. What gave it, in the same loop:
-//   - two cores on the same rows, half the weights each, which stay in L2: 24.6 to 18 ms (with both cores; all weights
-//     and half the rows each before).
-//   - products with the input by panels, by who needs them, in one run of memory: 18 to 15.
-//   - a group's cells between the steps of the next group's products (rnn_forward.h): 10.0 to 8.5 (one core); an LSTM's
-//     cell in two halves, one row's second beside the next one's first: 8.0.
-// Tried and lost: chunks of 64 and 128 tokens, whose zx would stay in L2: 5 to 25 % slower, W_ih comes from beyond L2
-// for each; 1024: no difference. x prefetched, large pages: no difference. The lines of zx and of the output
-// prefetched: 4 % slower, they come in order.
+// A tile of few rows takes as long as a full one if the right tile changes with every product; panels stream from L2 at
+// that rate.
 #pragma once
 
 #include "tile_gemm.h"
@@ -23,7 +12,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Tiles for products of so many rows; with 16 and more the last tile reaches back over rows of the one before.
+// Tile configuration for `rows` rows. From 16 rows on, the last tile overlaps the one before it.
 using RowTiles = TileConfiguration;
 
 constexpr int whole_tile(int64_t) { return 32; }
@@ -36,7 +25,8 @@ int64_t panel_group(int64_t) {
   return 1;
 }
 
-// A panel of NV tiles of columns times tiles of rows that begin at `first` and, unless they are the same, `second`.
+// A panel of NV column tiles times the row tiles that begin at `first` and `second`, or at `first` only if they are
+// equal.
 template <int NV, class Other = NoOther>
 SK_INLINE void panel_block(int64_t first, int64_t second, int64_t steps, const float* a, int64_t lda, const float* b,
                            float* c, int64_t ldc, const Addend& addend, const Other& other = Other{}) {
@@ -57,8 +47,9 @@ SK_INLINE void panel_block(int64_t first, int64_t second, int64_t steps, const f
   }
 }
 
-// C = A B + addend for one panel over `steps` of the depth. Rows that the last tile takes again get the same sum again;
-// where the addend is C itself there may be 32 rows: a block reads them before it writes.
+// C = A B + addend for one panel over `steps` of the depth. Rows in the overlap of the last two tiles are computed
+// twice, with the same result. Where the addend is C itself at most 32 rows are allowed: a block reads all of them
+// before it writes.
 template <int NV, class Other = NoOther>
 SK_INLINE void panel_rows(int64_t rows, int64_t steps, const float* a, int64_t lda, const float* b, float* c,
                           int64_t ldc, const Addend& addend, const Other& other = Other{}) {
@@ -70,9 +61,8 @@ SK_INLINE void panel_rows(int64_t rows, int64_t steps, const float* a, int64_t l
   }
 }
 
-// C = A B for `panels` panels of B, each over the whole depth and one after the other. C of a panel begins c_panel
-// after the last one's, its rows are ldc apart. other() is called between
-// the steps, panel_steps() times.
+// C = A B for `panels` panels of B, each over the whole depth, one after the other. C's panels are c_panel apart, its
+// rows ldc. other() is called between the steps, panel_steps() times.
 template <int NV, class Other>
 SK_INLINE void panel_products_beside(int64_t rows, int64_t panels, int64_t depth, const float* a, int64_t lda,
                                      const float* b, float* c, int64_t ldc, int64_t c_panel, const Other& other) {
@@ -81,11 +71,11 @@ SK_INLINE void panel_products_beside(int64_t rows, int64_t panels, int64_t depth
   for (int64_t q = 0; q < panels; ++q)
     panel_rows<NV>(rows, steps, a, lda, b + q * steps * 16 * NV * 16, c + q * c_panel, ldc, {}, other);
 }
-// How often it is.
+// The number of calls of other().
 inline int64_t panel_steps(int64_t rows, int64_t panels, int64_t depth) {
   return (rows + 15) / 16 * panels * ((depth + 15) / 16);
 }
-// As that of few_rows_panels.h; before() is called once, for all rows.
+// As in few_rows_panels.h; before() is called once, for all rows.
 template <class A, int NV, class Before>
 SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                               int64_t ldc, int64_t c_panel, const Before& before) {
@@ -93,23 +83,24 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
   panel_products_beside<NV>(rows, panels, depth, a, lda, b, c, ldc, c_panel, NoOther{});
 }
 
-// ---- weights as they lie --------------------------------------------------------------------------------------------
+// ---- weights in place ----------------------------------------------------------------------------------------------
 
-// C = A B for panels of a B whose columns lie as rows of numbers: C^T = B^T A^T, where B^T's rows are left tiles as
-// they lie and A^T's pairs are right ones, made in scratch of unpacked_scratch().
+// C = A B for panels of a B whose columns are stored as rows: C^T = B^T A^T. Rows of B^T are left tiles as they are
+// stored; pairs of A^T are right tiles, made in unpacked_scratch() of memory.
 template <class A>
 int64_t unpacked_scratch(int64_t rows, int64_t depth, int64_t) {
   return (rows + 15) / 16 * padded_words(depth) * 16 + 2 * kGemmVecs * 256;
 }
 
-// 16 columns of B from `column` on, `count` of which exist, over one step from number k on, as a left tile in scratch.
+// Copies 16 columns of B from `column` on (`count` of them exist), over the step that begins at number k, to a left
+// tile.
 template <class T>
 void copy_left(const T* columns, int64_t count, int64_t n_stride, int64_t numbers, float* tile) {
   for (int64_t n = 0; n < 16; ++n)
     store(tile + n * 16, n < count ? load_words(columns + n * n_stride, numbers) : vf32{});
 }
 
-// NV vectors of columns, at(v) and count(v) of which, times one tile of rows of A, transposed.
+// NV vectors of columns, at(v), with count(v) columns each, times one row tile of A, transposed.
 template <int NV, class T, class At, class Count>
 SK_INLINE void column_tiles(const At& at, const Count& count, int64_t n_stride, int64_t depth, const float* right,
                             float* copies, float* sums) {
@@ -173,19 +164,19 @@ SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_pa
     unpacked_products_of<TV, decltype(t)>(rows, b, first_panel, panels, a, lda, c, ldc, scratch);
   });
 }
-// Rows of the tiles that this takes.
+// Rows that the tiles are configured for here.
 constexpr int64_t kUnpackedRows = 16;
-// Panels that are worked on together: A is transposed once for them.
+// Panels of one item: A is transposed once for them.
 inline int64_t unpacked_group(int64_t) { return 8; }
 
-// Panels of a row-major B that are worked on together, a slice of the depth at a time: long runs of each row, in order.
+// Panels of one item of a row-major B, a slice of the depth at a time: reads long contiguous runs of each row.
 template <class A>
 constexpr int64_t kSlicePanels = 4;
 constexpr int64_t kSliceWords = 128;
 template <class A>
 constexpr int64_t kSliceScratch = kSlicePanels<A> * kPanel<A> * kSliceWords;
 
-// C = A B for up to kSlicePanels panels of a row-major B, and up to 32 rows.
+// C = A B for up to kSlicePanels panels of a row-major B, and at most 32 rows.
 template <class A>
 void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const Matrix& b, int64_t first_panel, A* c,
                     int64_t ldc, A* slice) {

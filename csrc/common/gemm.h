@@ -1,23 +1,20 @@
 // The register-blocked product under attention and the recurrences: C[m, n] (+)= sum_k A(m, k) B[k, n], in words
 // (operand.h).
 //
-// A is read element by element (any two strides: a transposed A costs nothing), B and C row by row in whole vectors, so
-// their rows must be padded to a multiple of the vector width. A row of C depends on its own row of A only, in
-// ascending k: the result does not change with the rows beside it. A sum is taken in slices, each on its own and then
-// added to C, for less error than one chain over 128 terms. Where 24 accumulators hide the addition, a slice has 32
-// terms; with 12 they would cost attention 1 to 2% and its backward pass at 128 columns 2 to 6%, whose C comes from L2,
-// so it has 64, for a sixth to two fifths more error of the output.
+// A is read element by element, with any two strides, so a transposed A costs nothing. B and C are read by rows, in
+// whole vectors: their rows must be padded to a multiple of the vector width. A row of C depends only on its own row of
+// A, in ascending k: other rows do not change the result.
 //
-// Tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON) hold 6 x
-// 4, 16 hold 6 x 2; 8 x 3 and 14 x 2 do the same work per load but leave a remainder at the widths that occur (64,
-// 128).
+// A long sum is taken in slices, each summed alone and then added to C, for less error than one chain over 128 terms. A
+// slice has 32 terms where 24 accumulators hide the latency of that addition. It has 64 where there are only 12, for
+// speed.
 //
-// With 12 accumulators the first two terms of a slice are taken row by row, without zeros to add to: on a Zen 3 a burst
-// of twelve stores at once stops the multiply-adds for 20 to 30 cycles otherwise, and for about 10 so. A tile in L1
-// runs at 0.95 of what it does without slices of 32 (0.90 before), products of the recurrences 7 to 8% faster,
-// attention 3 to 8%. Tried and lost: the loop unrolled by 2, 4, 8 or 32, also by hand; A packed six rows a panel; sums
-// added to C two or three rows at a time, with terms of the next slice between (all three in L1); A's next rows and C's
-// lines prefetched (attention up to 3% slower).
+// Register tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON)
+// hold 6 x 4 of them, 16 registers 6 x 2. 8 x 3 and 14 x 2 do the same work per load, but leave a remainder at the
+// usual widths (64, 128).
+//
+// With 12 accumulators the first two terms of a slice are taken row by row, and need no zeros to add to: that shortens
+// the stall after the burst of twelve stores. Measurements: NOTES.md.
 #pragma once
 
 #include "operand.h"
@@ -33,7 +30,7 @@ constexpr int kGemmRows = 6, kGemmVecs = 2;
 #endif
 constexpr int64_t kGemmSlice = kGemmVecs == 4 ? 32 : 64;
 
-// Which of A's strides is known to be 1: the addresses of a tile's elements of A then take one register or six.
+// Which of A's strides is known to be 1: the addresses of a tile's elements then take one register, or six.
 enum class UnitStride { none, k, row };
 
 template <class A, int MR, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice>
@@ -107,7 +104,7 @@ void gemm_unit(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, 
   for (; n < N; n += W<A>) gemm_columns<A, 1, U>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
 }
 
-// N is a multiple of W<A>. Element (m, k) of A lies at a[m * row_stride + k * k_stride].
+// N is a multiple of W<A>. Element (m, k) of A is a[m * row_stride + k * k_stride].
 template <class A>
 SK_INLINE void gemm(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
                     int64_t ldb, A* c, int64_t ldc, bool accumulate) {

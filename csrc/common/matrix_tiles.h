@@ -1,11 +1,12 @@
 // Matrix tiles (AMX): their configuration, and blocks of a product C = A B in bfloat16 with sums in float32.
 //
-// TDPBF16PS adds to a tile of 16 x 16 floats the product of a left and a right tile: 16 384 operations in 16 cycles. A
-// left tile is 16 rows of 32 bfloat16; a right one holds in row i the rows 2i and 2i + 1 of its operand, pair by pair.
-// The sums of the even and of the odd terms of 32 are taken apart, in order, then added to each other and to C.
+// TDPBF16PS adds the product of a left and a right tile to a tile of 16 x 16 floats: 16 384 operations in 16 cycles. A
+// left tile is 16 rows of 32 bfloat16. Row i of a right tile holds rows 2i and 2i + 1 of its operand, interleaved as
+// pairs. Of 32 terms the even and the odd ones are summed separately, each in order; then the two sums are added to
+// each other and to C.
 //
-// A library that uses tiles releases their configuration when it is done (oneDNN does): every entry of a kernel loads
-// it, and releases it. That takes some 200 cycles (Granite Rapids).
+// A library that uses tiles may release their configuration when it is done (oneDNN does). So every kernel entry loads
+// the configuration and releases it again, which takes some 200 cycles (Granite Rapids).
 #pragma once
 
 #include "simd.h"
@@ -14,8 +15,8 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Tiles of one operand: from one tile of rows (of the right one: of columns) to the next, and from one step of the
-// depth to the next, in bytes; `stride` between the rows of a tile.
+// The tiles of one operand. `outer`: bytes from one row tile to the next (in a right operand: column tile); `depth`:
+// bytes to the next step of the depth; `stride`: bytes between the rows of a tile.
 struct Tiles {
   const void* data;
   int64_t outer, depth, stride = 64;
@@ -33,8 +34,8 @@ struct alignas(64) TilePalette {
 };
 static_assert(sizeof(TilePalette) == 64, "as the instruction reads it");
 
-// By the rows of accumulators and left tiles. In memory for good: the compiler's intrinsic reads 64 bytes but admits to
-// reading 8, so that parts of a local one might never be written.
+// By the number of rows of accumulators and left tiles. Static: the compiler's intrinsic reads 64 bytes but declares
+// only 8, so parts of a local palette might never be written.
 struct TilePalettes {
   TilePalette by_rows[17];
   constexpr TilePalettes() : by_rows() {
@@ -44,7 +45,7 @@ struct TilePalettes {
 };
 constexpr TilePalettes kPalettes;
 
-// Tiles 0 to 5, which are C's and the left ones, have `rows` rows, at most 16.
+// Configures tiles 0 to 5, C's and the left ones, for `rows` rows, at most 16.
 class TileConfiguration {
  public:
   explicit TileConfiguration(int64_t rows = 16) { _tile_loadconfig(&kPalettes.by_rows[rows < 16 ? rows : 16]); }
@@ -53,11 +54,10 @@ class TileConfiguration {
   ~TileConfiguration() { _tile_release(); }
 };
 
-// The intrinsics do not tell the compiler which memory they touch: what was stored before must be there, and what is
-// loaded later must be loaded later.
+// A compiler barrier: the intrinsics do not tell the compiler which memory they access.
 SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
-// As the compiler's intrinsics, but in order with all other accesses of memory.
+// The compiler's intrinsics, but ordered with all other memory accesses.
 #define SK_TILE_LOAD(tile, from, bytes)                                                     \
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(static_cast<const void*>(from)), \
                    "r"(static_cast<int64_t>(bytes))                                         \
@@ -67,20 +67,20 @@ SK_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
                    "r"(static_cast<int64_t>(bytes))                                      \
                    : "memory")
 
-// What is added to a product: rows of floats `ld` apart, those of the second row of tiles `outer` after the first; or
-// nothing. One row for all: ld and outer are 0.
+// What is added to a product: rows of floats `ld` apart, the second row tile's `outer` after the first's; or nothing.
+// One row for all: ld and outer are 0.
 struct Addend {
   const float* data = nullptr;
   int64_t ld = 0, outer = 0;
 };
 
-// Other work, done between the steps of a product: the tiles' unit computes meanwhile.
+// Other work, interleaved with the steps of a product while the tile unit computes.
 struct NoOther {
   SK_INLINE void operator()() const {}
 };
 
-// C = A B + addend for M x N tiles of C: two by two, accumulators 0 to 3, left tiles 4 and 5, right tiles 6 and 7. The
-// rows of C's second row of tiles begin `c_outer` floats after those of the first. other() is called at every step.
+// C = A B + addend for M x N tiles of C: two by two, with accumulators in tiles 0 to 3, left tiles 4 and 5, right tiles
+// 6 and 7. C's second row of tiles begins `c_outer` floats after the first. other() is called at every step.
 template <int M, int N, class Other = NoOther>
 SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, int64_t c_outer,
                           const Addend& addend, const Other& other = Other{}) {
@@ -122,7 +122,7 @@ SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* 
   memory_barrier();
 }
 
-// The same for one row of N tiles, three or four: as many accumulators as hide a product's latency.
+// The same for one row of N tiles, three or four: enough accumulators to hide a product's latency.
 template <int N, class Other = NoOther>
 SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, const Addend& addend,
                         const Other& other = Other{}) {
@@ -162,7 +162,7 @@ SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c,
   memory_barrier();
 }
 
-// And for one column of M tiles, three or four, those of C one below the other.
+// The same for one column of M tiles, three or four, stacked in C.
 template <int M>
 SK_INLINE void tile_column(int64_t steps, const char* const (&left)[M], int64_t left_stride, int64_t left_step,
                            const Tiles& b, float* c, int64_t ldc, bool accumulate) {

@@ -1,13 +1,13 @@
-// What the products of gemm.h multiply.
+// The operands of the products of gemm.h.
 //
-// An operand lies in memory in words as large as an accumulator. A word is one number of the accumulation type; where a
-// source file defines SK_PAIRS, it is a pair of bfloat16 numbers that follow each other along k, and a multiply-add is
-// a bf16 dot product (VDPBF16PS): it adds both products of each lane's pairs. A sum over k numbers takes words(k) of
-// them; a number that is missing is zero on both sides. Everything else about a product is the same: words are loaded,
-// broadcast and transposed as what they look like, accumulators.
+// An operand is stored in words of an accumulator's size. A word is one number of the accumulation type. Where a source
+// file defines SK_PAIRS, it is a pair of bfloat16 numbers, consecutive along k, and a multiply-add is a bf16 dot
+// product (VDPBF16PS), which adds both products of each lane's pair. A sum over k numbers takes words(k) words; missing
+// numbers are zero in both operands. Nothing else differs: words are loaded, broadcast and transposed as if they were
+// accumulators.
 //
-// Where such a file is compiled for AMX, products are of matrix tiles (matrix_tiles.h), which take kDepthStep words at
-// a time: an operand's rows are padded with zeros to whole steps, padded_words(k) of them.
+// On AMX such a file uses matrix tiles (matrix_tiles.h), which take kDepthStep words at a time: rows of an operand are
+// padded with zeros to whole steps, padded_words(k) words.
 #pragma once
 
 #include "simd.h"
@@ -48,7 +48,7 @@ SK_INLINE V multiply_add(V x, V y, V sum) {
 #endif
 }
 
-// A word, which need not be aligned, in all lanes.
+// Broadcasts a word, which need not be aligned.
 template <class A>
 SK_INLINE Vec<A> broadcast_word(const A* p) {
   A x;
@@ -56,7 +56,7 @@ SK_INLINE Vec<A> broadcast_word(const A* p) {
   return broadcast<A>(x);
 }
 
-// As words: W of them from the first n numbers that follow one another.
+// Loads W words from the first n consecutive numbers.
 template <class T>
 SK_INLINE Vec<acc_t<T>> load_words(const T* p, int64_t n) {
 #if defined(SK_PAIRS)
@@ -73,8 +73,8 @@ SK_INLINE Vec<acc_t<T>> load_words(const T* p, int64_t n) {
 #endif
 }
 
-// As words: of the first n columns from `column` on, the numbers of the kTerms rows that a word joins, row(0) and, of
-// pairs, row(1); null for zeros.
+// Loads W words from the first n columns from `column` on, of the kTerms rows that a word joins: row(0) and, for pairs,
+// row(1). A null row is zeros.
 template <class T, class RowAt>
 SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
 #if defined(SK_PAIRS)
@@ -93,7 +93,7 @@ SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
 #endif
 }
 
-// Zeros after the last number of a row of an operand: what is missing to its last word, or step. Up to kOperandEnd.
+// Zeros after the last number of an operand's row, up to the end of its last word or step: at most kOperandEnd.
 constexpr int64_t kOperandEnd = kTerms * kDepthStep;
 template <class N>
 SK_INLINE void end_operand(N* end) {
@@ -105,15 +105,15 @@ SK_INLINE void end_operand(N* end) {
   (void)end;
 #endif
 }
-// A row of `depth` numbers as an operand.
+// Converts a row of `depth` numbers to an operand.
 template <class A, class T>
 SK_INLINE void as_operand_row(const T* from, int64_t depth, A* to) {
   for (int64_t k = 0; k < padded_words(depth); k += W<A>)
     store(to + k, load_words(from + k * kTerms, depth - k * kTerms));
 }
 
-// W numbers of a row of an operand, from number `at` on, of which n exist, up to the row's end: those beyond are zero
-// to the end of its last word, or step.
+// Stores W numbers to an operand's row from number `at` on, of which n exist until the row's end. The rest is zero, up
+// to the end of the last word or step.
 template <class A>
 SK_INLINE void store_numbers(A* row, int64_t at, Vec<A> v, int64_t n) {
 #if defined(SK_PAIRS)
@@ -130,7 +130,7 @@ SK_INLINE void store_numbers(A* row, int64_t at, Vec<A> v, int64_t n) {
 }  // namespace seqkern
 
 #if defined(SK_PAIRS)
-// Runs a statement with `T` bound to the element type, which is that of the layer or of its accumulators.
+// Runs a statement with `T` bound to the element type: the layer's, or its accumulation type.
 #define SK_BY_TYPE(dtype, ...) \
   if (dtype == Dtype::f32) {   \
     using T = float;           \

@@ -1,9 +1,9 @@
 // Two registers at once, for element types that are cheaper to widen and to round in pairs.
 //
-// AVX2 widens 16 bfloat16 numbers by two interleavings with zero, within halves of a register: the first result holds
-// the first four of each half, the second one the others. To bring them into their order takes as long again, so they
-// stay where they are, what goes with them is loaded and stored in the same places (`beside`), and one packing restores
-// the order when they are rounded. A vector at a time takes two and a half times the instructions.
+// AVX2 widens 16 bfloat16 numbers by interleaving them with zeros within each half of the register: the first result
+// holds the first four numbers of each half, the second one the others. Restoring their order would take as long again.
+// So they stay in that order, accumulators that go with them are loaded and stored in the same order, and the packing
+// that rounds them restores it. Working with single vectors takes two and a half times the instructions.
 #pragma once
 
 #include "simd.h"
@@ -31,9 +31,9 @@ SK_INLINE Pair operator*(Pair x, float y) { return {x.a * y, x.b * y}; }
 SK_INLINE Pair& operator+=(Pair& x, Pair y) { return x = x + y; }
 SK_INLINE Pair rounded(Pair x) { return {rounded(x.a), rounded(x.b)}; }
 
-// What a loop takes at a time of elements of type T.
+// What a loop over elements of type T takes at a time: a pair, or one vector.
 template <class T>
-using Unit = typename std::conditional<kInPairs<T>, Pair, Vec<acc_t<T>>>::type;
+using Packet = typename std::conditional<kInPairs<T>, Pair, Vec<acc_t<T>>>::type;
 template <class U>
 constexpr int kVectors = std::is_same<U, Pair>::value ? 2 : 1;
 
@@ -44,7 +44,7 @@ SK_INLINE U broadcast_as(A x) {
 }
 
 #if defined(__AVX512F__)
-// Lanes first, first + 2, ... of a and b; and one half of what they came from.
+// Lanes first, first + 2, ... of a and b; below, the inverse: one half of the original sequence.
 SK_INLINE vf32 every_second(vf32 a, vf32 b, int first) {
   const vi32 even = constant_lanes<vi32, 16>([](int i) { return 2 * i; });
   return __builtin_shuffle(a, b, even + first);
@@ -55,7 +55,7 @@ SK_INLINE vf32 interleaved(vf32 a, vf32 b, int half) {
 }
 #endif
 
-// Elements, or accumulators beside elements, as a unit.
+// Loads elements, or accumulators that go with elements, as a packet.
 template <class U, class T>
 SK_INLINE U load_as(const T* p) {
   if constexpr (kVectors<U> == 1) {
@@ -87,7 +87,7 @@ SK_INLINE void store_as(T* p, U v) {
   } else {
 #if defined(__AVX512F__)
     if constexpr (std::is_same<T, BFloat16>::value) {
-      const auto round = [](vf32 x) {  // a NaN keeps its bits: rounding could carry them away
+      const auto round = [](vf32 x) {  // a NaN keeps its bits: rounding could turn it into a number
         const __m512i u = bit_cast<__m512i>(x);
         const __m512i half = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1)),
                                               _mm512_set1_epi32(0x7fff));
@@ -109,7 +109,7 @@ SK_INLINE void store_as(T* p, U v) {
       };
       vu32 a = round(v.a), b = round(v.b);
       const __m256 nan = _mm256_cmp_ps(bit_cast<__m256>(v.a), bit_cast<__m256>(v.b), _CMP_UNORD_Q);
-      if (__builtin_expect(!_mm256_testz_ps(nan, nan), 0)) {  // rounding could carry a NaN's bits away
+      if (__builtin_expect(!_mm256_testz_ps(nan, nan), 0)) {  // rounding could turn a NaN into a number
         a = v.a != v.a ? a - a + 0x7fc0u : a;
         b = v.b != v.b ? b - b + 0x7fc0u : b;
       }
@@ -123,7 +123,7 @@ SK_INLINE void store_as(T* p, U v) {
   }
 }
 
-// Accumulators that lie as units hold them, which no instruction has to bring into order.
+// Accumulators stored in the packets' own order, which need no shuffle.
 template <class U, class A>
 SK_INLINE U load_ordered(const A* p) {
   if constexpr (kVectors<U> == 2) return {load(p), load(p + W<A>)};
@@ -138,7 +138,7 @@ SK_INLINE void store_ordered(A* p, U v) {
     store(p, v);
   }
 }
-// Brings `count` accumulators beside elements of type T into that order: those of whole units.
+// Brings `count` accumulators that go with elements of type T into that order, as far as there are whole packets.
 template <class T, class A>
 SK_INLINE void order(int64_t count, const A* from, A* to) {
   int64_t c = 0;
@@ -147,7 +147,7 @@ SK_INLINE void order(int64_t count, const A* from, A* to) {
   for (; c < count; ++c) to[c] = from[c];
 }
 
-// A pair's numbers in their own order.
+// A pair's numbers in sequence.
 SK_INLINE void in_sequence(Pair v, vf32 (&sequence)[2]) {
 #if defined(__AVX512F__)
   sequence[0] = interleaved(v.a, v.b, 0);

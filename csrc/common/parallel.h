@@ -1,7 +1,7 @@
-// Dynamic work distribution over torch's thread pool: every thread takes the next item until none is left.
+// Dynamic scheduling on torch's thread pool: every worker takes the next item until none is left.
 //
-// Items of unequal cost (the rows of a causal matrix) balance themselves when the longest come first. The result of an
-// item must not depend on who computes it; then the number of threads changes nothing but the time.
+// Items of unequal cost (the rows of a causal matrix) balance when the longest come first. An item's result must not
+// depend on its worker; then the number of threads changes only the time.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,7 +14,7 @@
 
 namespace seqkern {
 
-// Multiply-adds, or elements that are read, below which a second thread costs more than it saves.
+// Multiply-adds, or elements read, below which a second thread costs more than it saves.
 constexpr double kGrainWork = 1 << 18;
 // Elements of a range of rows.
 constexpr int64_t kRangeElements = 4096;
@@ -22,7 +22,7 @@ constexpr int64_t kRangeElements = 4096;
 class WorkQueue {
  public:
   explicit WorkQueue(int64_t count) : count_(count) {}
-  // False when nothing is left.
+  // False when no item is left.
   bool take(int64_t& item) {
     item = next_.fetch_add(1, std::memory_order_relaxed);
     return item < count_;
@@ -37,9 +37,9 @@ inline int64_t worker_count(int64_t items) {
   return std::max<int64_t>(1, std::min<int64_t>(items, torch::stable::get_num_threads()));
 }
 
-// Calls worker(queue, index) for index in [0, worker_count(items)): in parallel where torch grants the threads, one
-// after the other where it does not (inside another parallel region). So a worker may wait only for an item taken from
-// the queue before its own: that one is finished, or is being worked on by a thread that runs.
+// Calls worker(queue, index) for index in [0, worker_count(items)): in parallel where torch grants the threads,
+// otherwise one after the other (inside another parallel region). So a worker may wait only for items taken from the
+// queue before its own: those are finished, or on a running thread.
 template <class Worker>
 void parallel_workers(int64_t items, const Worker& worker) {
   if (items <= 0) return;
@@ -70,7 +70,7 @@ void for_items(int64_t items, double work, int64_t scratch_bytes, const Body& bo
   });
 }
 
-// Calls body(begin, end, scratch) for ranges of rows of so many columns.
+// Calls body(begin, end, scratch) for ranges of `rows` rows of `columns` columns.
 template <class Body>
 void for_ranges(int64_t rows, int64_t columns, int64_t scratch_bytes, const Body& body) {
   const int64_t range = std::max<int64_t>(1, kRangeElements / std::max<int64_t>(1, columns));

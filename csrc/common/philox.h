@@ -13,7 +13,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Low and high words of the products of every lane with m.
+// The low and high words of the product of every lane with m.
 SK_INLINE void multiply_wide(vu32 a, uint32_t m, vu32& low, vu32& high) {
 #if defined(__x86_64__)
   typedef uint64_t vu64 __attribute__((vector_size(SK_VEC_BYTES)));
@@ -40,7 +40,7 @@ SK_INLINE void multiply_wide(vu32 a, uint32_t m, vu32& low, vu32& high) {
 #endif
 }
 
-// The four words of a counter of every lane: (c0, c1, c2, 0).
+// The four words of a counter per lane: (c0, c1, c2, 0).
 SK_INLINE void philox(uint64_t seed, vu32 c0, vu32 c1, vu32 c2, vu32 (&words)[4]) {
   constexpr int kRounds = 7;
   vu32 c3 = {};
@@ -70,7 +70,7 @@ SK_INLINE void philox_words(uint64_t seed, int64_t row, int64_t first, uint32_t*
   philox(seed, lane + static_cast<uint32_t>(first / 4), vu32{} + static_cast<uint32_t>(row),
          vu32{} + static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), c);
   const vu32 c0 = c[0], c1 = c[1], c2 = c[2], c3 = c[3];
-  // Lane i of the four vectors holds words 0 to 3 of counter i: two rounds of interleaving bring them side by side.
+  // Lane i of the four vectors holds words 0 to 3 of counter i: two rounds of interleaving put them next to each other.
   const vi32 lower = constant_lanes<vi32, lanes>([](int i) { return i / 2 + (i % 2) * lanes; });
   const vi32 upper = lower + lanes / 2;
   const vu32 even_low = __builtin_shuffle(c0, c2, lower), even_high = __builtin_shuffle(c0, c2, upper);
@@ -81,7 +81,7 @@ SK_INLINE void philox_words(uint64_t seed, int64_t row, int64_t first, uint32_t*
   __builtin_memcpy(words, ordered, sizeof(ordered));
 }
 
-// Dropout along one row, from left to right, a vector at a time; columns are multiples of W<A>.
+// Dropout of one row, from left to right, a vector at a time; columns are multiples of W<A>.
 template <class A>
 class DropoutRow {
  public:
@@ -90,7 +90,7 @@ class DropoutRow {
     row_ = row;
     end_ = 0;
   }
-  // All ones where the element is kept.
+  // All ones for elements that are kept.
   SK_INLINE IVec<A> kept(int64_t column) {
     if (column >= end_) {
       first_ = column / kBlock * kBlock;
@@ -102,7 +102,7 @@ class DropoutRow {
     __builtin_memcpy(&word, words_ + (column - first_), sizeof(word));
     return __builtin_convertvector(word >= dropout_->threshold, IVec<A>);
   }
-  // What is kept times the scale, zero for the rest.
+  // Scales the elements that are kept; the rest is zero.
   SK_INLINE Vec<A> apply(Vec<A> v, int64_t column) { return kept(column) ? rounded(v * A(dropout_->scale)) : Vec<A>{}; }
 
  private:

@@ -19,9 +19,9 @@ namespace {
 
 constexpr size_t kPage = size_t{1} << 12, kHugePage = size_t{1} << 21;
 constexpr size_t kLeast = size_t{1} << 20;
-constexpr size_t kHugeFrom = 2 * kHugePage;  // smaller blocks would waste too much by whole huge pages
+constexpr size_t kHugeFrom = 2 * kHugePage;  // rounding smaller blocks up would waste too much
 
-// Blocks of one size, the most recently used last: it is the likeliest to be in cache.
+// Free blocks of one size, the most recently used last: it is the likeliest to be in cache.
 struct Bin {
   std::vector<void*> blocks;
   uint64_t last_use = 0;
@@ -40,15 +40,14 @@ struct Pool {
   std::atomic<bool> poison{false};
 };
 
-// Sizes are rounded up to eight steps a doubling, to whole pages, and to whole huge pages where they are used.
+// Rounds up to one of eight sizes per doubling, to whole pages, and to whole huge pages where those are used.
 size_t rounded_size(size_t bytes) {
   const size_t step = std::max(size_t{1} << (60 - __builtin_clzll(bytes)), bytes >= kHugeFrom ? kHugePage : kPage);
   return (bytes + step - 1) / step * step;
 }
 
 Pool& pool() {
-  // Never destroyed: tensors may outlive static objects. Held while the process forks, so that no child finds it
-  // locked.
+  // Never destroyed: tensors may outlive static objects. Locked during a fork, so that no child finds it locked.
   static Pool* const instance = [] {
     pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
     return new Pool;
@@ -77,8 +76,8 @@ void* map(size_t) { return nullptr; }
 void unmap(const Block&) {}
 #endif
 
-// Drops blocks of the size that was not used for longest until `limit` bytes are left. The caller holds the lock, and
-// unmaps what it gets after it let go.
+// Removes the least recently used sizes until `limit` bytes are left. The caller holds the lock, and unmaps the blocks
+// after releasing it.
 std::vector<Block> shrink(Pool& p, size_t limit) {
   std::vector<Block> dropped;
   while (p.bytes > limit) {

@@ -1,25 +1,25 @@
-// Memory of large results, kept for the next one.
+// A memory pool for large results.
 //
-// A C library gives large blocks back to the kernel as soon as they are freed, and the next result of the same size
-// pays for fresh pages: zeroed, one fault each. For an op that only streams, that is most of its time (a layer norm of
-// 32 MB takes 12 ms, of which the arithmetic and the memory traffic are 4). So blocks of 1 MB and more come from
-// here, on huge pages from 4 MB on, and go back here when their tensor dies. At most `limit` bytes wait unused; what
-// was not used for longest goes first.
+// A C library returns large blocks to the kernel as soon as they are freed, and the next result of the same size pays
+// for fresh pages: a fault each, and zeroing. For an op that only streams that is most of its time (NOTES.md). So
+// results of 1 MB and more take their memory from here, on huge pages from 4 MB on, and return it when their tensor
+// dies. At most `limit` bytes stay unused in the pool; the least recently used go first.
 #pragma once
 
 #include <cstddef>
 
 namespace seqkern {
 
-// Uninitialised memory of at least `bytes`, or null: too small, or not to be had. `size` is what `pool_give` needs.
+// Uninitialised memory of at least `bytes`, or null: too small for the pool, or out of memory. pool_give needs `size`.
 void* pool_take(size_t bytes, size_t& size);
 void pool_give(void* block, size_t size);
 
-// Gives what waits back to the kernel; afterwards at most `limit` bytes will wait (512 MB at the start, 0 for none).
+// Returns unused memory to the kernel. Afterwards the pool keeps at most `limit` bytes (512 MB at the start, 0 for
+// none).
 void pool_release();
 void pool_set_limit(size_t limit);
 size_t pool_waiting();
-// Fills blocks with NaN before they are given out, and asks whoever gives out other memory to do so: for tests.
+// For tests: fills blocks with NaN before they are handed out, and asks other allocators here to do the same.
 void pool_set_poison(bool poison);
 bool pool_poisons();
 

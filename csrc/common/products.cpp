@@ -1,4 +1,4 @@
-// Products on CPU, host side: division of the work among threads.
+// Products on CPU, host side: divides the work among threads.
 #include "products.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace seqkern {
 namespace {
 
-// Columns of an item when columns are summed.
+// Columns of a work item of add_columns.
 constexpr int64_t kSumColumns = 256;
 
 double product_of(int64_t a, int64_t b, int64_t c = 1) {

@@ -1,4 +1,4 @@
-// What goes with the products, row by row: outer products of few terms, rows that lie anywhere, sums of columns.
+// Row-wise helpers of the products: outer products of few terms, gather and scatter of rows, sums of columns.
 #pragma once
 
 #include "blocked_gemm.h"
@@ -7,7 +7,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// C (+)= A^T B over few terms: C is written once, in four streams; A and B are few, and read as they lie. Register
+// C (+)= A^T B over few terms: C is written once, in four streams; A and B are few rows, and read in place. Register
 // tiles of 4 rows and 2 vectors.
 template <class T>
 void outer_rows(const OuterProduct& p, int64_t begin, int64_t end) {
@@ -82,7 +82,7 @@ void scatter_rows(const Scatter& p, int64_t begin, int64_t end) {
   else copy(A{});
 }
 
-// Some rows in the accumulation type, then in double: one chain over all steps would err several times as much.
+// A few rows in the accumulation type, then in double: one chain over all rows would have several times the error.
 constexpr int64_t kSumRows = 8;
 template <class T>
 void add_column_range(const ColumnSums& p, int64_t begin, int64_t end) {

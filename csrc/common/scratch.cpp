@@ -16,8 +16,8 @@ struct Scratch::Kept {
   bool taken = false;
 };
 
-// The smallest of those that are free and large enough, else the largest free one; null: all are taken. With one block
-// alone a GRU that trains (64 steps of 16 x 256) faults 513 pages in a call, with eight 14.
+// The smallest free block that is large enough, else the largest free one; null if all are in use. Several blocks, not
+// one, save page faults (NOTES.md).
 Scratch::Kept* Scratch::kept(size_t size) {
   constexpr int kBlocks = 8;
   static thread_local Kept blocks[kBlocks];
@@ -31,7 +31,7 @@ Scratch::Kept* Scratch::kept(size_t size) {
 }
 
 Scratch::Scratch(int64_t bytes, int64_t count) {
-  constexpr size_t kLarge = size_t{1} << 20;  // what the pool gives out
+  constexpr size_t kLarge = size_t{1} << 20;  // from here on the pool serves
   constexpr int64_t kMost = INT64_MAX / 2;
   int64_t all = 0;
   SK_CHECK(bytes <= kMost && !__builtin_mul_overflow(piece_bytes(bytes), count, &all) && all <= kMost,

@@ -1,8 +1,7 @@
 // Scratch memory of the CPU ops: one allocator for host code and kernels. Torch-free.
 //
-// Host code takes a block for the time of a call (Scratch). Host code and kernels cut a block into pieces, each of
-// which begins on a cache line (Pieces): a kernel says in one place which pieces it needs, and counts them on null
-// memory.
+// Host code takes a block for one call (Scratch). Host code and kernels cut a block into pieces that begin on cache
+// lines (Pieces). A kernel lists its pieces in one place; the same list counts their bytes on null memory.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +10,11 @@
 
 namespace seqkern {
 
-// Internal linkage: what a tier's translation unit compiles must stay there.
+// Internal linkage: the functions must not leave their tier's translation unit.
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-// What a piece of so many bytes takes up.
+// The bytes that a piece takes up.
 constexpr int64_t piece_bytes(int64_t bytes) { return (bytes + kCacheLine - 1) & -kCacheLine; }
 
 class Pieces {
@@ -36,12 +35,12 @@ class Pieces {
 
 }  // namespace
 
-// Uninitialised memory for one call. A small block is one of the thread's own, kept from call to call; a large one
-// comes from the pool (pool.h). Where all of the thread's are in use, a small one comes from the heap.
+// Uninitialised memory for one call. A small block belongs to the thread, which keeps it from call to call; a large one
+// comes from the pool (pool.h). If all of the thread's blocks are in use, a small one comes from the heap.
 class Scratch {
  public:
   Scratch() = default;
-  // `count` pieces of `bytes` each, for workers or for items. Nothing is allocated where that is nothing.
+  // `count` pieces of `bytes` each, for workers or for items. Allocates nothing if that is nothing.
   explicit Scratch(int64_t bytes, int64_t count = 1);
   Scratch(Scratch&& other) noexcept;
   Scratch& operator=(Scratch&&) = delete;
@@ -56,7 +55,7 @@ class Scratch {
 
   char* data_ = nullptr;
   int64_t stride_ = 0;
-  // Where the memory came from: one of these, or none.
+  // Where the memory came from: at most one of these is set.
   Kept* kept_ = nullptr;
   void* block_ = nullptr;
   size_t block_size_ = 0;

@@ -1,8 +1,8 @@
-// SIMD for one tier: a register of `W<A>` accumulators, loads and stores that convert, and exp, sigmoid and tanh.
+// SIMD for one tier: a register of `W<A>` accumulators, converting loads and stores, and exp, sigmoid and tanh.
 //
-// Written on the compiler's vector extension, so that one source serves every tier and every architecture; the width is
-// the tier's. Everything has internal linkage: a symbol compiled with AVX-512 that the linker could pick for a machine
-// without it would be an illegal instruction there.
+// Written in the compiler's vector extension, so that one source serves every tier and architecture, at the tier's
+// width. Everything has internal linkage: the linker could pick an AVX-512 version of a symbol for a machine without
+// AVX-512, where it is an illegal instruction.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@
 #define SK_VEC_BYTES 16
 #endif
 #define SK_INLINE inline __attribute__((always_inline))
-#define SK_INLINED __attribute__((always_inline))  // of a lambda
+#define SK_INLINED __attribute__((always_inline))  // for lambdas
 
 namespace seqkern {
 namespace SK_TIER {
@@ -37,7 +37,7 @@ typedef double vf64 __attribute__((vector_size(SK_VEC_BYTES)));
 typedef int32_t vi32 __attribute__((vector_size(SK_VEC_BYTES)));
 typedef uint32_t vu32 __attribute__((vector_size(SK_VEC_BYTES)));
 typedef int64_t vi64 __attribute__((vector_size(SK_VEC_BYTES)));
-typedef uint16_t vu16 __attribute__((vector_size(SK_VEC_BYTES / 2)));  // as many as vf32 has lanes
+typedef uint16_t vu16 __attribute__((vector_size(SK_VEC_BYTES / 2)));  // as many lanes as vf32
 
 template <class A>
 struct VecTraits;
@@ -69,7 +69,7 @@ constexpr int64_t round_up(int64_t n) {
   return (n + W<A> - 1) / W<A> * W<A>;
 }
 
-// {f(0), f(1), ...} as a constant: a loop over v[i] = f(i) would build the vector at run time, lane by lane.
+// {f(0), f(1), ...} as a constant. A loop over v[i] = f(i) would build the vector at run time, lane by lane.
 template <class V, class F, int... I>
 SK_INLINE V constant_lanes(const F& f, std::integer_sequence<int, I...>) {
   return V{static_cast<typename std::remove_reference<decltype(V{}[0])>::type>(f(I))...};
@@ -87,7 +87,7 @@ SK_INLINE To bit_cast(const From& x) {
   return y;
 }
 
-// The value as stored: a product that goes through here is rounded before it is added to anything, not fused.
+// Keeps a product from being fused with an addition: it is rounded first.
 template <class V>
 SK_INLINE V rounded(V v) {
 #if defined(__AVX512F__)
@@ -112,7 +112,7 @@ SK_INLINE vf64 load(const double* p) {
   return v;
 }
 SK_INLINE vf32 load(const BFloat16* p) {
-  // The compiler would widen each half of the vector on its own and join them again.
+  // The compiler would widen the two halves of the vector separately and join them again.
 #if defined(__AVX512F__)
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return bit_cast<vf32>(_mm512_slli_epi32(wide, 16));
@@ -131,7 +131,8 @@ SK_INLINE vf32 load(const Half* p) {
 #elif defined(__F16C__)
   return bit_cast<vf32>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #else
-  // The exponent is moved by a multiplication, which also normalises subnormals; infinity and NaN keep all ones.
+  // A multiplication shifts the exponent, and also normalises subnormals; infinity and NaN keep an exponent of all
+  // ones.
   vu16 h16;
   __builtin_memcpy(&h16, p, sizeof(h16));
   const vu32 h = __builtin_convertvector(h16, vu32);
@@ -170,7 +171,7 @@ SK_INLINE void store(Half* p, vf32 v) {
   const vu32 nan = bit_cast<vu32>(a > 0x7f800000u), overflow = bit_cast<vu32>(a >= 0x477ff000u);
   const vu32 small = bit_cast<vu32>(a < 0x38800000u);
   const vu32 normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
-  // Adding 0.5 aligns a subnormal's last bit with the sum's, so that the addition itself rounds.
+  // Adding 0.5 aligns a subnormal's last bit with the last bit of the sum: the addition itself rounds.
   const vu32 subnormal = bit_cast<vu32>(bit_cast<vf32>(a) + 0.5f) - 0x3f000000u;
   vu32 r = (small & subnormal) | (~small & normal);
   r = (overflow & 0x7c00u) | (~overflow & r);
@@ -210,7 +211,7 @@ SK_INLINE Vec<A> keep_first(Vec<A> v, int64_t n) {
 }
 
 // ---- transposition -----------------------------------------------------------------------------------------------
-// In turn `Step` lanes of a and of b: every second run of lanes changes places with the run before it in the other.
+// Alternating runs of `Step` lanes: every second run of lanes of a is exchanged with the run before it in b.
 template <class A, int Step>
 SK_INLINE void exchange(Vec<A>& a, Vec<A>& b) {
   const Vec<A> first = a, second = b;
@@ -220,7 +221,7 @@ SK_INLINE void exchange(Vec<A>& a, Vec<A>& b) {
   b = __builtin_shuffle(first, second, upper);
 }
 
-// v[i][j] becomes v[j][i]: blocks beside the diagonal change places, for blocks of 1, 2, 4, ... lanes.
+// v[i][j] becomes v[j][i]: exchanges off-diagonal blocks of 1, 2, 4, ... lanes.
 template <class A, int Step = 1>
 SK_INLINE void transpose_square(Vec<A> (&v)[W<A>]) {
   if constexpr (Step < W<A>) {
@@ -253,7 +254,7 @@ SK_INLINE A max_lanes(Vec<A> v) {
   return reduce_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a > b ? a : b; });
 }
 
-// Of NaN and a number the second argument comes back, as the instructions have it.
+// Of NaN and a number, returns the second argument, as the instructions do.
 #if defined(__AVX512F__)
 #define SK_MINMAX(name, V, intrinsic512, intrinsic256, op) \
   SK_INLINE V name(V a, V b) { return bit_cast<V>(intrinsic512(a, b)); }
@@ -270,8 +271,8 @@ SK_MINMAX(vmin, vf32, _mm512_min_ps, _mm256_min_ps, <)
 SK_MINMAX(vmin, vf64, _mm512_min_pd, _mm256_min_pd, <)
 #undef SK_MINMAX
 
-// 1 / x and a / x for x of normal size whose reciprocal is normal too, to about 1 ulp. One division of 16 floats takes
-// as long as half the rest of a sigmoid: an estimate of 14 bits and a Newton step are several times faster.
+// 1 / x and a / x, to about 1 ulp, for normal x with a normal reciprocal. On AVX-512 an estimate of 14 bits and a
+// Newton step: several times faster than a division of 16 floats, which takes half as long as the rest of a sigmoid.
 SK_INLINE vf32 reciprocal(vf32 x) {
 #if defined(__AVX512F__)
   const vf32 estimate = bit_cast<vf32>(_mm512_rcp14_ps(x));
@@ -309,8 +310,8 @@ struct ExpConstants<double> {
   static constexpr int mantissa = 52, bias = 1023;
 };
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; returns exp(r) - 1 with full relative accuracy, and 2^n through `scale`.
-// In float the minimax polynomial of degree 6 (relative error 2^-28), in double Taylor terms up to degree 13.
+// x = n ln 2 + r with |r| <= ln 2 / 2; returns exp(r) - 1 with full relative accuracy, and 2^n as `scale`. In float a
+// minimax polynomial of degree 6 (relative error 2^-28), in double Taylor terms up to degree 13.
 template <class A>
 SK_INLINE Vec<A> expm1_reduced(Vec<A> x, Vec<A>& scale) {
   using C = ExpConstants<A>;
@@ -344,7 +345,7 @@ SK_INLINE Vec<A> expm1_reduced(Vec<A> x, Vec<A>& scale) {
   return p * (r * r) + r;
 }
 
-// exp(x) for x <= 0, which is all that softmax and sigmoid need: under about 1 ulp; 0 below `lowest`, NaN for NaN.
+// exp(x) for x <= 0, all that softmax and sigmoid need: error under about 1 ulp; 0 below `lowest`, NaN for NaN.
 template <class A>
 SK_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
   const Vec<A> lowest = broadcast<A>(ExpConstants<A>::lowest);
@@ -353,7 +354,7 @@ SK_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
   return x < lowest ? Vec<A>{} : scale + scale * p;
 }
 
-// 1 / (1 + exp(-x)), with exp(-x) held to normal numbers: both tails keep their relative accuracy, down to 1e-38.
+// 1 / (1 + exp(-x)), with exp(-x) clamped to normal numbers: both tails keep their relative accuracy, down to 1e-38.
 template <class A>
 SK_INLINE Vec<A> sigmoid(Vec<A> x) {
   const Vec<A> top = broadcast<A>(ExpConstants<A>::sigmoid_top);
@@ -362,12 +363,10 @@ SK_INLINE Vec<A> sigmoid(Vec<A> x) {
   return reciprocal(scale * p + (scale + A(1)));
 }
 
-// Small |x| by Cephes' approximations (Moshier 1989), large ones as 1 - rest with rest = 2 / (exp(2|x|) + 1), whose
-// errors hardly count in what is left of 1: 1.2 ulp at most, 1 from |x| = 20 on. `slope` becomes the derivative
-// 1 - tanh^2 = (1 - tanh |x|) (1 + tanh |x|), the first factor being the rest: the difference from 1 would cancel.
-//
-// Tried and lost: (exp(2|x|) - 1) / (exp(2|x|) + 1), 8 instructions of 37 less and 2.6 ulp; the same as a correction of
-// min(|x|, 1), 1.7 ulp (1.9 without fused multiply-adds) for the time of the two branches here.
+// For small |x| Cephes' approximations (Moshier 1989), for large |x| 1 - rest with rest = 2 / (exp(2|x|) + 1), whose
+// error hardly counts in the difference from 1. Error: 1.2 ulp at most, 1 from |x| = 20 on. Sets `slope` to the
+// derivative 1 - tanh^2 = (1 - tanh |x|) (1 + tanh |x|), whose first factor is the rest: subtracting tanh^2 from 1
+// would cancel.
 template <class A>
 SK_INLINE Vec<A> tanh(Vec<A> x, Vec<A>& slope) {
   const IVec<A> sign = bit_cast<IVec<A>>(x) & bit_cast<IVec<A>>(broadcast<A>(A(-0.0)));
@@ -390,7 +389,8 @@ SK_INLINE Vec<A> tanh(Vec<A> x, Vec<A>& slope) {
     cubic = above / below;
   }
   const Vec<A> t = magnitude > A(0.625) ? A(1) - rest : magnitude + magnitude * square * cubic;
-  // Beyond the clamp the derivative is no number of this type; a large cell state must not find a rest of it.
+  // Beyond the clamp the derivative underflows: it must be zero, or a large cell state would multiply a remainder of
+  // it.
   slope = magnitude >= A(20) ? Vec<A>{} : rest * (A(1) + t);
   return bit_cast<Vec<A>>(bit_cast<IVec<A>>(t) | sign);
 }

@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "direct.h"
 #include "pool.h"
 
 namespace seqkern {
 namespace {
 
-// torch 2.11 and later: a tensor on given memory with a function that is called when it dies. The library is built for
-// 2.10, so the symbol is looked up when it runs. From torch/csrc/stable/c/shim.h.
+// A tensor on existing memory, with a deleter: torch 2.11 and later. The library is built for 2.10, so the symbol is
+// looked up at run time. From torch/csrc/stable/c/shim.h.
 using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides,
                                     int64_t storage_offset, int32_t dtype, int32_t device_type, int32_t device_index,
                                     AtenTensorHandle* result, int32_t layout, const uint8_t* opaque_metadata,
@@ -34,7 +35,7 @@ size_t element_size(ScalarType type) {
   }
 }
 
-// On memory of the pool; null: small, or a torch (2.10) that cannot tell when the tensor dies.
+// A tensor on the pool's memory. Null if it is small, or if torch (2.10) cannot tell when the tensor dies.
 AtenTensorHandle pooled(torch::headeronly::IntHeaderOnlyArrayRef sizes, const int64_t* strides, size_t bytes,
                         int32_t dtype) {
   size_t size;
@@ -55,7 +56,7 @@ AtenTensorHandle pooled(torch::headeronly::IntHeaderOnlyArrayRef sizes, const in
 Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
   constexpr size_t kMostDims = 8;
   size_t bytes = element_size(type);
-  // The rest is torch's, and what has a wrong size, which torch tells.
+  // torch makes all others, and reports wrong sizes.
   if (!like.is_cpu() || sizes.size() > kMostDims || bytes == 0) return torch::stable::new_empty(like, sizes, type);
   int64_t strides[kMostDims], elements = 1;
   bool none = false;
@@ -69,9 +70,9 @@ Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
     return torch::stable::new_empty(like, sizes, type);
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   if (const AtenTensorHandle handle = pooled(sizes, strides, bytes, dtype)) return Tensor(handle);
-  AtenTensorHandle handle = nullptr;
-  SK_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
-                                    aoti_torch_device_type_cpu(), -1, &handle) == 0,
+  AtenTensorHandle handle = direct_allocate() ? direct_allocate()(sizes.data(), sizes.size(), dtype) : nullptr;
+  SK_CHECK(handle || aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
+                                              aoti_torch_device_type_cpu(), -1, &handle) == 0,
            "seqkern: no memory for a tensor of ", bytes, " bytes");
   Tensor result(handle);
   if (pool_poisons() && bytes > 0) std::memset(result.mutable_data_ptr(), 0xff, bytes);

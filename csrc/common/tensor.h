@@ -1,4 +1,4 @@
-// What the host side of every op needs from LibTorch's stable ABI: checks, dtypes, allocation.
+// LibTorch's stable ABI for the host side of every op: checks, dtypes, allocation.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -14,8 +14,8 @@
 
 #include "dtype.h"
 
-// The message names the argument, what came and what was expected. Callers of the Python API meet its checks first,
-// with ValueError and TypeError; these guard the pointers when an op is called directly.
+// The message names the argument, its value and what was expected. These checks guard the pointers when an op is called
+// directly; callers of the Python API meet its checks first, with ValueError and TypeError.
 #define SK_CHECK(condition, ...) STD_TORCH_CHECK(condition, __VA_ARGS__)
 
 namespace seqkern {
@@ -37,7 +37,7 @@ inline Dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
 
 inline ScalarType acc_type(Dtype dtype) { return dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float; }
 
-// Sizes are non-negative and a tensor that exists fits memory, but a product of sizes of several tensors need not.
+// Sizes are non-negative and fit memory for one tensor, but a product of several tensors' sizes may overflow.
 inline int64_t checked_product(std::initializer_list<int64_t> factors, const char* op) {
   int64_t product = 1;
   for (int64_t f : factors) SK_CHECK(!__builtin_mul_overflow(product, f, &product), op, ": size overflows int64");
@@ -55,7 +55,7 @@ inline void check_type(const Tensor& t, ScalarType type, const char* op, const c
   SK_CHECK(t.scalar_type() == type, op, ": ", argument, " must have ScalarType ", static_cast<int>(type), ", got ",
            static_cast<int>(t.scalar_type()));
 }
-// A null address means "absent" to the kernels.
+// To the kernels a null address means "absent".
 inline void check_memory(const Tensor& t, const char* op, const char* argument) {
   SK_CHECK(t.numel() == 0 || t.const_data_ptr() != nullptr, op, ": ", argument,
            " has no memory: its storage was freed");
@@ -65,29 +65,29 @@ inline void check_cpu(const Tensor& t, const char* op, const char* argument) {
   check_memory(t, op, argument);
 }
 
-// On the device of another argument.
+// Checks that a tensor is on the same device as another argument.
 inline void check_beside(const Tensor& t, const Tensor& other, const char* op, const char* argument,
                          const char* name = "the first argument") {
   SK_CHECK(t.device() == other.device(), op, ": ", argument, " must be on the device of ", name);
   check_memory(t, op, argument);
 }
 
-// Elements of the last dimension lie next to each other (or there is at most one, or nothing at all).
+// Whether the last dimension is contiguous (or has at most one element, or the tensor is empty).
 inline bool unit_last_stride(const Tensor& t) {
   return t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1 || t.numel() == 0;
 }
-// `t` itself when its last dimension is contiguous, otherwise a contiguous copy.
+// `t` itself if its last dimension is contiguous, otherwise a contiguous copy.
 inline Tensor with_unit_last_stride(const Tensor& t) { return unit_last_stride(t) ? t : torch::stable::contiguous(t); }
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// The address of an argument that may be absent.
+// The address of an optional argument.
 template <class T = void>
 const T* data_or_null(const std::optional<Tensor>& t) {
   return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
-// Uninitialised memory on the device of `like`: on the CPU of the pool where it is large, and without the dispatcher,
-// which takes longer than many a kernel.
+// Uninitialised memory on the device of `like`. On the CPU without the dispatcher, which takes longer than many a
+// kernel, and from the pool if it is large.
 Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type);
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);

@@ -1,19 +1,11 @@
 // Large products on matrix tiles (AMX), with the panels of blocked_gemm.h: C = A B + bias, A and B as bfloat16.
 //
-// B's panels are right tiles as they are. A goes two tiles of rows at a time, a slice of the depth, into scratch that
-// L1 keeps while all columns of the block go by; those stream from L2. Their sums stay in tiles over the slice, and
-// leave for C at once after the last one.
+// B's panels already are right tiles. A is copied, two row tiles and a slice of the depth at a time, to scratch that
+// stays in L1 over all columns of the block; B streams from L2. The sums stay in tiles over the slice, and go to C
+// directly after the last slice.
 //
-// An element of C is the sum over steps of 32 terms in ascending order (matrix_tiles.h), whatever the blocks are and
-// whoever computes them.
-//
-// One core of a Granite Rapids, whose tiles reach 3.8 TF/s: blocks of two by two tiles with B in L2 2.5 to 3.2,
-// weights' gradients of 2048 x 512 over 512 tokens 1.6, inputs' gradients of 512 x 512 over 2048 terms 1.3. Beyond L2
-// there are 27 GB/s: 0.7 TF/s. Tried and lost:
-//   - B's rows 256 bytes apart, as dot products read them, instead of whole tiles of 1 KB: 5 to 15 % slower.
-//   - blocks of 256 columns and 512 rows: A is copied for half as many columns, 20 to 25 % slower.
-//   - float32 sums by way of scratch: 20 % slower than in place. Rows of sums sent to C between the next block's steps:
-//     another 5 to 20 %.
+// An element of C is the sum, in ascending order, over steps of 32 terms (matrix_tiles.h): it depends neither on the
+// blocks nor on the workers.
 #pragma once
 
 #include "blocked_gemm.h"
@@ -23,9 +15,10 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// A slice of A: 32 rows of 32 KB in all, and a cache line more in each.
+// A slice of A: 32 rows, 32 KB in all, each row a cache line longer.
 constexpr int64_t kTileSlice = 256, kStagedStride = kTileSlice + 16, kTileRows32 = 32;
-// Blocks: what comes of B from beyond L2 serves many rows. Their sums wait in L2 where a slice is not the whole depth.
+// Blocks have many rows, so that what comes of B from beyond L2 serves all of them. Their sums wait in L2 if a slice is
+// not the whole depth.
 constexpr int64_t kTileBlockRows = 256, kTileBlockColumns = 512;
 constexpr int64_t kTileC = kTileBlockColumns + 16;
 constexpr int64_t kTileScratch = kTileRows32 * kStagedStride + kTileBlockRows * kTileC;
@@ -40,8 +33,8 @@ inline int64_t cut_for_tiles(Product& p, int64_t threads) {
   return blocks(p.rows, p.block_rows) * column_blocks;
 }
 
-// A(m0 .. m0 + rows, k0 .. k0 + depth) as left tiles take it: rows of words, padded with zeros to whole steps; those
-// beyond `rows` are left as they are. k0 is a step's first number.
+// Copies A(m0 .. m0 + rows, k0 .. k0 + depth) for left tiles: rows of words, padded with zeros to whole steps. Rows
+// beyond `rows` are not written. k0 is the first number of a step.
 template <class T>
 void stage_rows(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth, float* staged) {
   const int64_t all = padded_words(depth);
@@ -71,7 +64,7 @@ void stage_rows(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t 
   }
 }
 
-// Work item: one block of C, `item` counting the rows fastest: the next block finds B's panels in L2.
+// Work item: one block of C; `item` counts the rows fastest, so the next block finds B's panels in L2.
 inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) {
   const int64_t row_blocks = (p.rows + p.block_rows - 1) / p.block_rows;
   const int64_t m0 = item % row_blocks * p.block_rows, n0 = item / row_blocks * p.block_columns;
@@ -81,7 +74,7 @@ inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) 
   const float* b = static_cast<const float*>(p.packed_b) + n0 / kPanel<float> * panel_words;
   float *staged = scratch, *sums = scratch + kTileRows32 * kStagedStride;
   const TileConfiguration configuration;
-  // Sums that need nothing else are taken where they belong.
+  // Sums without bias, gather or conversion are formed in place.
   const bool in_place = p.c_type == Dtype::f32 && !p.bias && !p.c_rows;
   for (int64_t k = 0; k == 0 || k < all; k += kTileSlice) {
     const int64_t first = k * kTerms, left = p.depth - first;
@@ -103,7 +96,7 @@ inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) 
           continue;
         }
         const Addend before{k > 0 ? c + n : nullptr, kTileC, 16 * kTileC};
-        if (last) fetch_tile(p, m0 + m, some, n0 + n, width);
+        if (last) prefetch_tile(p, m0 + m, some, n0 + n, width);
         if (some > 16) tile_block<2, 2>(steps, a, panel, c + n, kTileC, 16 * kTileC, before);
         else tile_block<1, 2>(steps, a, panel, c + n, kTileC, 0, before);
         if (last) write_back<float>(p, m0 + m, some, n0 + n, width, c + n, kTileC);

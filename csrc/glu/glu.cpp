@@ -1,9 +1,10 @@
-// Gated linear units, host side: checks, allocation, registration under the CPU key.
+// Gated linear units, host side: checks, allocates, registers the ops under the CPU key.
 #include "glu.h"
 
 #include <tuple>
 
 #include "elementwise.h"
+#include "ops.h"
 
 namespace seqkern {
 namespace {
@@ -55,6 +56,9 @@ std::tuple<Tensor, Tensor> glu_bwd(const Tensor& grad_output, const Tensor& gate
   for_elements(rows.elements, [&](int64_t begin, int64_t end) { backward(args, begin, end); });
   return {grad_gate, grad_up};
 }
+
+SK_DIRECT_OP(glu_fwd)
+SK_DIRECT_OP(glu_bwd)
 
 }  // namespace
 

@@ -8,11 +8,11 @@
 
 namespace seqkern {
 
-// Of the gate. gelu_tanh is the approximation of gelu by tanh.
+// The gate's activation. gelu_tanh approximates gelu by tanh.
 enum class GluActivation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
 
-// Element i is in row i / columns, column i % columns. Rows have unit stride inside and any distance from each other;
-// results are contiguous.
+// Element i is in row i / columns, column i % columns. Rows are contiguous, with any row stride; outputs are
+// contiguous.
 struct GluForward {
   Dtype dtype;
   GluActivation activation;

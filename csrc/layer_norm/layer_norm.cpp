@@ -1,4 +1,4 @@
-// Layer norm and RMS norm, host side: checks, allocation, division of the work, registration under the CPU key.
+// Layer norm and RMS norm, host side: checks, allocates, divides the work, registers the ops under the CPU key.
 #include "layer_norm.h"
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "layer_norm_arguments.h"
-#include "layer_norm_direct.h"
+#include "arguments.h"
+#include "ops.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "tensor.h"
@@ -18,18 +18,17 @@ namespace {
 
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 16384;
-// The partial sums of the parameter gradients: about so many chunks at most, and about so many elements in all.
+// Partial sums of the parameters' gradients: at most about so many chunks, and about so many elements in all.
 constexpr int64_t kMaxChunks = 64;
 constexpr int64_t kPartialElements = int64_t{1} << 22;
-constexpr int64_t kLeastRows = 8;   // of a chunk, twice as many where there are plenty
-constexpr int64_t kMostRows = 512;  // of a chunk: longer sums in float32 would lose digits
+constexpr int64_t kLeastRows = 8;   // of a chunk; twice as many if there are many rows
+constexpr int64_t kMostRows = 512;  // of a chunk: longer float32 sums would lose digits
 
-// How the rows of a backward pass are divided: by the shape alone, so that the order of every sum is the same on any
-// number of threads. A chunk of fewer elements than the grain, or of few rows, would spend its time on its partial
-// sums.
+// The division of a backward pass's rows: by the shape alone, so that the order of every sum is the same on any number
+// of threads. A chunk of fewer elements than the grain, or of few rows, would spend its time on its partial sums.
 struct Chunks {
   int64_t rows_per_chunk, count;
-  int64_t workers;  // each takes neighbouring chunks; the result does not depend on how many there are
+  int64_t workers;  // each takes neighbouring chunks; their number does not change the result
   Chunks(int64_t rows, int64_t columns) {
     const int64_t width = std::max<int64_t>(1, columns);
     const int64_t most = std::clamp<int64_t>(kPartialElements / width, 4, kMaxChunks);
@@ -48,10 +47,10 @@ void run_forward(const LayerNormForward& args, int64_t rows) {
                               [&](int64_t begin, int64_t end) { forward(args, begin, end); });
 }
 
-// In bytes, what one worker needs to add rows up in, and for the weight in its order.
+// Bytes that a worker needs to sum rows, and for the weight in packet order.
 size_t sums_size(int64_t columns, size_t acc_size) { return (3 * columns * acc_size + 63) / 64 * 64; }
 
-// The sums for the parameters end in grad_weight and grad_bias (null where not needed). `sums`: sums_size bytes for
+// Writes the sums for the parameters to grad_weight and grad_bias (null where not needed). `sums`: sums_size bytes for
 // each worker.
 void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* sums, void* grad_weight, void* grad_bias) {
   const auto& kernels = layer_norm_kernels();
@@ -187,119 +186,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   return {grad_residual, grad_input, grad_weight, grad_bias};
 }
 
-// ---- the fast path --------------------------------------------------------------------------------------------------
-
-size_t acc_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
-bool is_acc(Dtype dtype, Dtype of) { return dtype == (of == Dtype::f64 ? Dtype::f64 : Dtype::f32); }
-
-// The scratch of a parameter, or of its gradient, in the accumulation type; and none where it has that already.
-size_t wide_size(const DirectNorm& norm) { return piece_bytes(norm.columns * acc_size(norm.dtype)); }
-size_t wide_size(const DirectNorm& norm, Dtype dtype, const void* parameter) {
-  return !parameter || is_acc(dtype, norm.dtype) ? 0 : wide_size(norm);
-}
-
-const void* widened(const DirectNorm& norm, Dtype from, const void* parameter, Pieces& scratch) {
-  if (wide_size(norm, from, parameter) == 0) return parameter;
-  void* wide = scratch.take<char>(wide_size(norm));
-  layer_norm_kernels().widen(norm.dtype, from, norm.columns, parameter, wide);
-  return wide;
-}
-
-// Statistics in memory: their size, then all means, then the rest.
-constexpr size_t kHeader = 64;
-const unsigned char* means(const void* statistics) { return static_cast<const unsigned char*>(statistics) + kHeader; }
-const unsigned char* rstds(const DirectNorm& norm, const void* statistics) {
-  return means(statistics) + norm.rows * acc_size(norm.dtype);
-}
-
-// Of the statistics alone.
-LayerNormForward forward_arguments(const DirectNorm& norm, const void* input, void* statistics) {
-  LayerNormForward args{};
-  args.dtype = norm.dtype;
-  args.centred = norm.centred;
-  args.columns = norm.columns;
-  args.input = input;
-  args.input_stride = norm.columns;
-  args.eps = norm.eps;
-  if (!statistics) return args;
-  *static_cast<size_t*>(statistics) = statistics_size(norm);
-  args.mean = const_cast<unsigned char*>(means(statistics));
-  args.rstd = const_cast<unsigned char*>(rstds(norm, statistics));
-  return args;
-}
+SK_DIRECT_OP(layer_norm_fwd)
+SK_DIRECT_OP(layer_norm_bwd)
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(seqkern, CPU, m) {
   m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
   m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
-}
-
-size_t statistics_size(const DirectNorm& norm) { return kHeader + 2 * norm.rows * acc_size(norm.dtype); }
-
-void direct_forward(const DirectNorm& norm, const void* input, const void* residual, const void* weight,
-                    const void* bias, void* output, void* sum, void* statistics) {
-  const Scratch memory(wide_size(norm, norm.weight_dtype, weight) + wide_size(norm, norm.bias_dtype, bias));
-  Pieces scratch(memory.data());
-  LayerNormForward args = forward_arguments(norm, input, statistics);
-  args.weight = widened(norm, norm.weight_dtype, weight, scratch);
-  args.bias = widened(norm, norm.bias_dtype, bias, scratch);
-  args.residual = residual;
-  args.residual_stride = norm.columns;
-  args.output = output;
-  args.sum = sum;
-  run_forward(args, norm.rows);
-}
-
-void direct_backward(const DirectNorm& norm, const void* statistics, const void* grad_output, const void* grad_sum,
-                     const void* input, const void* weight, void* grad_input, void* grad_weight, void* grad_bias) {
-  const Chunks chunks(norm.rows, norm.columns);
-  const size_t size = acc_size(norm.dtype), sums = chunks.workers * sums_size(norm.columns, size);
-  // Each gradient of a parameter: its partial sums, and where they are added up.
-  const size_t partial = chunks.count == 1 ? 0 : piece_bytes(chunks.count * norm.columns * size);
-  const auto parameter_size = [&](Dtype dtype, const void* grad) {
-    return grad ? partial + wide_size(norm, dtype, grad) : 0;
-  };
-  const bool again = !statistics || *static_cast<const size_t*>(statistics) != statistics_size(norm);
-  const Scratch memory((again ? piece_bytes(statistics_size(norm)) : 0) + piece_bytes(sums) +
-                       wide_size(norm, norm.weight_dtype, weight) + parameter_size(norm.weight_dtype, grad_weight) +
-                       parameter_size(norm.bias_dtype, grad_bias));
-  Pieces scratch(memory.data());
-  if (again) {
-    void* found = scratch.take<char>(statistics_size(norm));
-    run_forward(forward_arguments(norm, input, found), norm.rows);
-    statistics = found;
-  }
-
-  LayerNormBackward args{};
-  args.dtype = norm.dtype;
-  args.centred = norm.centred;
-  args.rows = norm.rows;
-  args.columns = norm.columns;
-  args.grad_output = grad_output;
-  args.grad_output_stride = norm.columns;
-  args.grad_sum = grad_sum;
-  args.grad_sum_stride = norm.columns;
-  args.input = input;
-  args.input_stride = norm.columns;
-  args.mean = means(statistics);
-  args.rstd = rstds(norm, statistics);
-  args.weight = widened(norm, norm.weight_dtype, weight, scratch);
-  args.grad_residual = grad_input;
-  args.rows_per_chunk = chunks.rows_per_chunk;
-  const auto partial_sums = [&](void* grad, Dtype dtype) -> std::pair<void*, void*> {
-    if (!grad) return {nullptr, nullptr};
-    void* total = is_acc(dtype, norm.dtype) ? grad : scratch.take<char>(wide_size(norm));
-    return {partial ? scratch.take<char>(partial) : total, total};
-  };
-  const auto [weight_partial, weight_total] = partial_sums(grad_weight, norm.weight_dtype);
-  const auto [bias_partial, bias_total] = partial_sums(grad_bias, norm.bias_dtype);
-  args.grad_weight_partial = weight_partial;
-  args.grad_bias_partial = bias_partial;
-  run_backward(args, chunks, scratch.take<char>(sums), weight_total, bias_total);
-  const auto narrow = layer_norm_kernels().narrow;
-  if (weight_total != grad_weight) narrow(norm.dtype, norm.weight_dtype, norm.columns, weight_total, grad_weight);
-  if (bias_total != grad_bias) narrow(norm.dtype, norm.bias_dtype, norm.columns, bias_total, grad_bias);
 }
 
 }  // namespace seqkern

@@ -9,8 +9,8 @@
 
 namespace seqkern {
 
-// Rows have unit stride inside and any distance from each other. Parameters, statistics and partial sums are in the
-// accumulation type of `dtype`. `centred` is layer norm; without it the mean is not subtracted: RMS norm.
+// Rows are contiguous, with any row stride. Parameters, statistics and partial sums have the accumulation type of
+// `dtype`. `centred`: layer norm; otherwise the mean is not subtracted: RMS norm.
 struct LayerNormForward {
   Dtype dtype;
   bool centred;
@@ -25,12 +25,11 @@ struct LayerNormForward {
   double eps;
   void* output;  // (rows, columns), contiguous; null for the statistics alone
   void* sum;     // (rows, columns), contiguous, when there is a residual
-  void* mean;    // (rows); null when nobody wants it, or not centred
+  void* mean;    // (rows); null if not needed or not centred
   void* rstd;    // (rows), or null
 };
 
-// Of how many rows the shares of the parameters' gradients are added one by one: the sum of so many is a term of the
-// next.
+// The rows whose terms of the parameters' gradients are added one by one; their sum is then one term of the next sum.
 constexpr int64_t kRowsPerSum = 16;
 
 struct LayerNormBackward {
@@ -39,16 +38,16 @@ struct LayerNormBackward {
   int64_t rows, columns;
   const void* grad_output;
   int64_t grad_output_stride;
-  const void* grad_sum;  // (rows, columns), the gradient that reaches what was normalised by another way, or null
+  const void* grad_sum;  // (rows, columns), the gradient of `input` by other paths, or null
   int64_t grad_sum_stride;
-  const void* input;  // what was normalised
+  const void* input;  // the normalised matrix: the sum, if there was a residual
   int64_t input_stride;
-  const void* mean;  // null when not centred
+  const void* mean;  // null if not centred
   const void* rstd;
   const void* weight;   // (columns) or null
-  void* grad_residual;  // (rows, columns), contiguous: the gradient of what was normalised
+  void* grad_residual;  // (rows, columns), contiguous: the gradient of `input`
   Dropout dropout;
-  void* grad_input;           // (rows, columns), contiguous, when there is dropout
+  void* grad_input;           // (rows, columns), contiguous: the gradient before the dropout, if any
   int64_t rows_per_chunk;     // chunk c owns rows [c * rows_per_chunk, (c + 1) * rows_per_chunk)
   void* grad_weight_partial;  // (chunks, columns) or null
   void* grad_bias_partial;    // the same
@@ -56,14 +55,14 @@ struct LayerNormBackward {
 
 struct LayerNormKernels {
   void (*forward)(const LayerNormForward&, int64_t row_begin, int64_t row_end);
-  // scratch: 3 * columns numbers of the accumulation type of `dtype`, this call's alone.
+  // scratch: 3 * columns numbers of the accumulation type of `dtype`, for this call alone.
   void (*backward)(const LayerNormBackward&, int64_t chunk_begin, int64_t chunk_end, void* scratch);
   // total[c] = sum over chunks, in order, of partial[chunk, c], for the columns [begin, end).
   void (*reduce)(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, void* total, int64_t begin,
                  int64_t end);
-  // A parameter of any dtype in the accumulation type of `dtype`.
+  // Converts a parameter of any dtype to the accumulation type of `dtype`.
   void (*widen)(Dtype dtype, Dtype from, int64_t count, const void* parameter, void* widened);
-  // And back: numbers of the accumulation type of `dtype` rounded to a parameter's dtype.
+  // The inverse: rounds numbers of the accumulation type of `dtype` to a parameter's dtype.
   void (*narrow)(Dtype dtype, Dtype to, int64_t count, const void* wide, void* parameter);
 };
 

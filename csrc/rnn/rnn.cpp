@@ -1,13 +1,14 @@
-// Recurrent networks, host side: forward and backward through the chunks of a sequence, registration under the CPU key.
+// Recurrent networks, host side: forward and backward over the chunks of a sequence, registration under the CPU key.
 #include "rnn.h"
 
 #include <algorithm>
 #include <cstring>
 #include <tuple>
 
-#include "rnn_gradients.h"
-#include "rnn_inputs.h"
-#include "rnn_work.h"
+#include "gradients.h"
+#include "inputs.h"
+#include "ops.h"
+#include "work.h"
 
 namespace seqkern {
 namespace {
@@ -49,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   const bool lstm = p.cell == Cell::lstm;
   const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;
   Tensor output = empty(p.input, {T, B, D * P}, p.type);
-  const auto none = [&] { return empty(p.input, {0}, p.acc); };  // results share no memory
+  const auto none = [&] { return empty(p.input, {0}, p.acc); };  // results must not share memory
   Tensor cells = keep && lstm ? empty(p.input, {D, T, B, H}, p.acc) : none();
   Tensor gates = keep ? empty(p.input, {D, T, B, p.saved_columns}, p.acc) : none();
   Tensor products = keep && p.has_norm ? empty(p.input, {D, T, B, p.gate_columns}, p.acc) : none();
@@ -72,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   std::vector<PackedMatrix> packed;
   std::vector<RnnForward> args;
   Loops loops(p, kernels.forward);
-  // zx of the loops' own making, by panels, or rows for all gates.
+  // Where the loops make zx themselves it is stored by panels, otherwise as rows of all gates.
   const int64_t panel_columns = few_tokens(p) ? 0 : kernels.forward.input_columns(p.layer);
   const int64_t share_tokens = (chunk * ((B + loops.shares() - 1) / loops.shares()) + 31) / 32 * 32;
   const int64_t zx_size = panel_columns > 0 ? checked_product({loops.shares(), share_tokens, panel_columns}, p.op)
@@ -190,7 +191,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
 
   Tensor grad_h = dh_n ? as_type_copy(*dh_n, p.acc) : zeros(p.input, {D, B, P}, p.acc);
   Tensor grad_c = !lstm ? none : dc_n ? as_type_copy(*dc_n, p.acc) : zeros(p.input, {D, B, H}, p.acc);
-  RnnGradients gradients(p, need_input, need_weights);
+  RnnGradientProducts gradients(p, need_input, need_weights);
   const int64_t peephole_columns = p.has_peephole ? 3 * H : 0, norms = p.has_norm ? norm_columns(p.cell, H) : 0;
   const int64_t sum_columns = peephole_columns + norms, total_columns = R + sum_columns;
   Tensor totals = zeros(p.input, {need_weights ? D : 0, total_columns}, ScalarType::Double);
@@ -267,7 +268,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
         args[i].step_begin = begin, args[i].step_end = end;
         x[i] = input_rows(p, d, begin, end);
         if (!need_h) continue;
-        // The state before each step: null where it starts from zero.
+        // The state before each step; null where it starts from zero.
         TokenRows h, previous_c, factors;
         const uint8_t* resets = p.layer.resets;
         p.for_tokens(d, begin, end, [&](int64_t t, int64_t b, int64_t g) {
@@ -342,7 +343,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
     }
   }
 
-  // Columns [first, first + count) of the totals.
+  // Columns [first, first + count) of the totals, joined.
   const auto columns = [&](bool needed, std::initializer_list<std::pair<int64_t, int64_t>> parts) {
     int64_t width = 0, element = static_cast<int64_t>(totals.element_size());
     for (const auto& [first, count] : parts) width += count;
@@ -378,6 +379,9 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
           given(peepholes, peepholes ? torch::stable::reshape(peephole_grad, {D, 3, H}) : peephole_grad),
           as_type(columns(need_weights && p.has_norm, {{R + peephole_columns, norms}}), p.acc)};
 }
+
+SK_DIRECT_OP(rnn_fwd)
+SK_DIRECT_OP(rnn_bwd)
 
 }  // namespace
 

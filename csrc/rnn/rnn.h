@@ -1,7 +1,7 @@
 // Arguments and entry points of the recurrent kernels. Torch-free.
 //
-// "dtype" marks memory in the layer's element type, "acc" in its accumulation type, "operand" in the type that products
-// take, which is one of the two; addresses may be null where the comment says so. LSTM's gates lie in the order i, f,
+// "dtype" marks memory of the layer's element type, "acc" of its accumulation type, "operand" of the type that products
+// take, which is one of the two. Addresses may be null where the comment says so. LSTM's gates are in the order i, f,
 // g, o, GRU's in the order r, z, n.
 #pragma once
 
@@ -16,14 +16,14 @@ namespace seqkern {
 
 enum class Cell : int { lstm = 0, gru = 1, tanh = 2, relu = 3 };
 
-// Gates, each `hidden` wide, and what is saved of a cell: LSTM its gates, GRU r, z, n and q = zh_n, RNN its output. The
-// gradients before activation have as many parts: LSTM and RNN those of the gates, GRU those of zx_n, r, z and zh_n, in
-// this order, so that both sides' are together.
+// Gates, each `hidden` wide. What is saved of a cell: LSTM its gates; GRU r, z, n and q = zh_n; RNN its output. Parts
+// of the gradients before activation: LSTM and RNN those of the gates; GRU those of zx_n, r, z and zh_n, in this order,
+// so that both the input's and the recurrent side's are contiguous.
 constexpr int64_t gate_count(Cell cell) { return cell == Cell::lstm ? 4 : cell == Cell::gru ? 3 : 1; }
 constexpr int64_t saved_count(Cell cell) { return cell == Cell::lstm || cell == Cell::gru ? 4 : 1; }
-// Where the gradients of the recurrent side begin, in parts.
+// The first part of the gradients of the recurrent side.
 constexpr int64_t recurrent_part(Cell cell) { return cell == Cell::gru ? 1 : 0; }
-// Columns of the norms' weights and biases: those of the products, and LSTM's of c.
+// Columns of the norms' weights and biases: of the products, and for LSTM of c.
 constexpr int64_t norm_columns(Cell cell, int64_t hidden) {
   return 2 * gate_count(cell) * hidden + (cell == Cell::lstm ? 2 * hidden : 0);
 }
@@ -34,8 +34,8 @@ struct Zoneout {
   Dropout mask[2];       // in training
 };
 
-// What the directions of a layer share. The rows of the batch are taken in `order`, the longest first: those that are
-// active at step t are its first active[t] rows. Together they are the tokens: row g of step t is token starts[t] + g.
+// What the directions of a layer share. Rows of the batch are processed in `order`, the longest first: the rows active
+// at step t are the first active[t] of it. They are the tokens: row g of step t is token starts[t] + g.
 struct RnnLayer {
   Dtype dtype;
   Cell cell;
@@ -49,7 +49,7 @@ struct RnnLayer {
   const uint8_t* resets;  // (steps, batch), or null
 };
 
-// One step needs the recurrent weights once: they are packed on the fly, into scratch.
+// A single step uses the recurrent weights only once: they are packed on the fly, into scratch.
 inline bool packs_on_the_fly(const RnnLayer& l) { return l.steps == 1; }
 inline bool packs_on_the_fly_back(const RnnLayer& l) {
   return l.steps == 1 && l.batch <= kFewRows && !l.norm && !l.project;
@@ -58,27 +58,27 @@ inline bool packs_on_the_fly_back(const RnnLayer& l) {
 struct RnnDirection {
   int64_t index;
   bool reverse;
-  const void* packed_w_hh;  // forward: W_hh transposed, in groups of gates; backward: W_hh, in one group; or null
+  const void* packed_w_hh;  // forward: W_hh transposed, grouped by gates; backward: W_hh, one group; or null
   const void* packed_w_hr;  // forward: W_hr transposed; backward: W_hr; one group; null without a projection
   const void* b_hn;         // (hidden) acc, GRU's bias inside the reset gate, or null
   const void* peephole;     // (3, hidden) acc, or null
   const void* norm;         // one row acc, or null
   const void* mask;         // (batch, width) acc, the recurrent mask, or null
-  Matrix w_hh;              // what packed_w_hh is made of, a part at a time in scratch where that is null
+  Matrix w_hh;              // the source of packed_w_hh; if that is null, packed in scratch by parts
 };
 
-// Where the first turn makes the products with the input, each worker those of its own units (RnnPass::input_columns):
-// zx of a share begins share_stride after that of the share before, has its panels panel_stride apart, and in a panel
-// rows of the panel's columns by the share's own tokens.
+// For the first turn, where it makes the products with the input: each worker computes zx for its own hidden units
+// (RnnPass::input_columns). A share's zx begins share_stride after that of the share before. Its panels are
+// panel_stride apart, and a panel has a row of the panel's columns for each of the share's tokens.
 struct RnnInput {
-  const void* packed_w_ih;  // W_ih transposed, in groups of gates; or null, and zx is given
+  const void* packed_w_ih;  // W_ih transposed, grouped by gates; or null if zx is given
   const void* bias;         // (gates) acc, or null
   const void* x;            // (steps, batch, inputs) dtype
   int64_t share_stride, panel_stride;
 };
 
-// Steps [step_begin, step_end) of one direction, counted in the order of its forward pass. Memory "by token" holds the
-// tokens of these steps only, from the earliest t on.
+// Steps [step_begin, step_end) of one direction, counted in the order of its forward pass. Memory "by token" holds only
+// the tokens of these steps, from the earliest t on.
 struct RnnForward {
   const RnnLayer* layer;
   RnnDirection direction;
@@ -113,14 +113,14 @@ struct RnnBackward {
   void* grad_c;      // (batch, hidden) acc: likewise
   void* grad_z;      // by token, rows of grad_z_stride, operand: of the gates before activation
   void* grad_zh;     // by token, rows of grad_z_stride, operand: of the raw products, with norm only
-  void* h_wide;      // by token, rows of hidden, acc: what is projected, and
-  void* grad_h_hat;  // by token, rows of width, acc: the gradient of what it is projected to; or null
+  void* h_wide;      // by token, rows of hidden, acc: the projection's input
+  void* grad_h_hat;  // by token, rows of width, acc: the gradient of its output; or both null
   int64_t grad_z_stride;
-  void* sums;           // (batch, sum_columns) acc, to be added to: sums over the steps of the gradients of the
+  void* sums;           // (batch, sum_columns) acc, added to: sums over the steps of the gradients of the
   int64_t sum_columns;  // peepholes, if any, and of the norm, if any; or null
 };
 
-// Gates once more, from the products of all steps.
+// Recomputes the gates from the products of all steps.
 struct RnnActivate {
   const RnnLayer* layer;
   RnnDirection direction;
@@ -131,44 +131,23 @@ struct RnnActivate {
   void* gates;                // acc, (tokens, saved)
 };
 
-// Rows of a share, every stride-th of the order, and memory that all workers on them use. Its tokens, by themselves:
-// those of step t begin at starts[t].
+// A share: every stride-th row of the order, and the memory that its workers share. It counts its own tokens: those of
+// step t begin at starts[t].
 struct RnnShare {
   int64_t first, stride, rows;
   void* state;
   const int64_t* starts;  // (steps + 1)
 };
 
-struct RnnCellForward {
-  Dtype dtype;
-  Cell cell;
-  int64_t hidden;
-  const void *x_gates, *h_gates;  // (batch, gates) dtype
-  const void *h, *c;              // (batch, hidden) dtype
-  void *h_new, *c_new;            // (batch, hidden) dtype
-  void* activated;                // (batch, saved) acc
-};
-
-struct RnnCellBackward {
-  Dtype dtype;
-  Cell cell;
-  int64_t hidden;
-  const void *grad_h, *grad_c;        // (batch, hidden) dtype; grad_c may be null
-  const void *h, *c, *c_new;          // (batch, hidden) dtype
-  const void* activated;              // (batch, saved) acc
-  void *grad_x_gates, *grad_h_gates;  // (batch, gates) dtype; grad_h_gates: GRU only
-  void *grad_h_prev, *grad_c_prev;    // (batch, hidden) dtype; GRU only, LSTM only
-};
-
-// Sizes of memory are in bytes. A pass over steps [begin, end) is cut into turns 0 ... end - begin, and a turn into
-// panels of units: every panel of a turn needs all panels of the turn before, and nothing else. Scratch belongs to one
+// Memory sizes are in bytes. A pass over steps [begin, end) is cut into turns 0 ... end - begin, and a turn into panels
+// of hidden units. Every panel of a turn needs all panels of the turn before, and nothing else. Scratch belongs to one
 // worker at a time.
 struct RnnPass {
   int64_t (*panels)(const RnnLayer&);
   int64_t (*tile_rows)(const RnnLayer&);  // of a whole tile of the recurrent product
   int64_t (*state_bytes)(const RnnLayer&, int64_t rows);
   int64_t (*scratch_bytes)(const RnnLayer&, int64_t rows);
-  // Columns of zx over all panels where the first turn makes the products with the input; 0: it does not.
+  // Columns of zx over all panels if the first turn makes the products with the input; 0 if not.
   int64_t (*input_columns)(const RnnLayer&);
 };
 
@@ -180,8 +159,6 @@ struct RnnKernels {
                         void* scratch);
   int64_t (*activate_scratch)(const RnnLayer&);
   void (*activate)(const RnnActivate&, int64_t token_begin, int64_t token_end, void* scratch);
-  void (*cell_forward)(const RnnCellForward&, int64_t row_begin, int64_t row_end);
-  void (*cell_backward)(const RnnCellBackward&, int64_t row_begin, int64_t row_end);
 };
 
 SK_DECLARE_KERNEL_TABLE(RnnKernels, rnn_kernels)

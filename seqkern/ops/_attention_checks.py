@@ -1,4 +1,4 @@
-"""What attention accepts: every argument checked, with errors that name it, and brought to the kernels' form."""
+"""Checks of attention's arguments, with errors that name them, and their conversion to the kernels' form."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_heads(op: str, heads: int, shared: int, name: str = "key") -> None:
 
 
 def check_batch(op: str, query: Tensor, key: Tensor, value: Tensor | None, names: Sequence[str]) -> None:
-    """Of four dimensions: one batch size, and heads that fit."""
+    """Checks tensors of four dimensions: one batch size, and heads that fit."""
     for name, t in zip(names, (key, value), strict=False):
         if t is not None and t.shape[0] != query.shape[0]:
             raise ValueError(f"{op}: {name} must have the query's batch size {query.shape[0]}, got {shape_of(t)}")
@@ -87,13 +87,13 @@ def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def broadcast(op: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with the same leading dimensions, except that grouped keys and values keep their number of heads."""
+    """Expands the three to the same leading dimensions; grouped keys and values keep their number of heads."""
     tail = 2
     if grouped:
         heads = query.shape[-3]
         check_heads(op, heads, key.shape[-3])
         check_heads(op, heads, value.shape[-3], "value")
-        if key.shape[-3] != value.shape[-3]:  # a head of one belongs to several of the other: give every query its own
+        if key.shape[-3] != value.shape[-3]:  # key and value heads do not match: repeat both for every query head
             key, value = (t.repeat_interleave(heads // max(t.shape[-3], 1), -3) for t in (key, value))
         tail = 3
     batches = [t.shape[:-tail] for t in (query, key, value)]
@@ -125,7 +125,7 @@ def check_scale(op: str, scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(max(head_dim, 1))
     if isinstance(scale, Tensor):
-        if scale.dim() or scale.requires_grad:  # as torch: a number in a tensor is one
+        if scale.dim() or scale.requires_grad:  # a scalar tensor is a number, as in torch
             got = "one that wants a gradient" if scale.requires_grad else f"shape {shape_of(scale)}"
             raise TypeError(
                 f"{op}: scale must be a number, a tensor of no dimensions without a gradient, or None, got {got}; "
@@ -140,7 +140,7 @@ def check_scale(op: str, scale: Any, head_dim: int) -> float:
 
 
 def check_softcap(op: str, softcap: float | None) -> float:
-    """0 is none."""
+    """0 means none."""
     if softcap is None:
         return 0.0
     if isinstance(softcap, _NO_NUMBERS):
@@ -153,7 +153,7 @@ def check_softcap(op: str, softcap: float | None) -> float:
 
 
 def check_band(op: str, causal: bool, window: Sequence[int | None] | None) -> tuple[int, int]:
-    """How far a query sees to the left and to the right; -1 is without limit."""
+    """How far a query sees to the left and to the right; -1 means no limit."""
     if window is None:
         return -1, 0 if causal else -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -169,7 +169,7 @@ def check_band(op: str, causal: bool, window: Sequence[int | None] | None) -> tu
 
 
 def check_align(op: str, causal_align: str) -> bool:
-    """Whether the diagonal lies at the lower right."""
+    """Whether the diagonal is at the lower right."""
     if causal_align not in ("lower_right", "upper_left"):
         raise ValueError(f'{op}: causal_align must be "lower_right" or "upper_left", got {causal_align!r}')
     return causal_align == "lower_right"
@@ -192,7 +192,7 @@ def _check_option(
 def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> Tensor:
     """A mask that broadcasts to `full`, (..., heads, queries, keys), as (batch or 1, heads or 1, queries, keys).
 
-    The last two may be 1 as well, unless it wants a gradient: autograd sums over what is expanded here.
+    The last two may be 1 too, unless the mask needs a gradient: autograd then sums over the dimensions expanded here.
     """
     dtypes = (torch.bool, torch.float32, query.dtype)
     if isinstance(mask, Tensor) and mask.is_floating_point() and autocasts(query):
@@ -204,7 +204,7 @@ def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> T
     if len(sizes) > len(full) or any(m not in (1, n) for m, n in zip(reversed(sizes), reversed(full), strict=False)):
         raise ValueError(f"{op}: attn_mask must broadcast to {tuple(full)}, got shape {shape_of(mask)}")
     mask = mask[(None,) * (max(len(full), 4) - mask.dim())]
-    if mask.dim() > 4:  # several batch dimensions, which become one
+    if mask.dim() > 4:  # several batch dimensions become one
         outer = mask.shape[:-3]
         if any(n != 1 for n in outer):
             mask = mask.expand(*full[:-3], *mask.shape[-3:])
@@ -219,7 +219,8 @@ def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> T
 def _spread(t: Tensor, dim: int, size: int) -> Tensor:
     """`t` expanded along one dimension, so that its gradient has the same bits on any number of threads.
 
-    torch sums 32,768 numbers or more to a single one in as many parts as there are threads: so many are taken apart.
+    torch sums 32,768 or more numbers to one in as many parts as there are threads. So they are expanded in two steps,
+    in pieces of fewer numbers.
     """
     piece = 1 << 14
     sizes = [-1] * t.dim()
@@ -264,7 +265,7 @@ def prepare_sinks(op: str, sinks: Tensor, query: Tensor) -> Tensor:
 
 
 def check_starts(op: str, starts: Tensor, longest: int, query: Tensor, rows: int, name: str, of: str) -> Tensor:
-    """The boundaries of the sequences in `of`; their values only where they can be read at once."""
+    """Checks the boundaries of the sequences in `of`; their values only if they can be read without waiting."""
     _check_option(op, name, starts, query, _INTEGERS, "int32 or int64", "a tensor")
     if starts.dim() != 1 or starts.shape[0] == 0:
         raise ValueError(

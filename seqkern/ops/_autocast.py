@@ -1,7 +1,7 @@
-"""Whether autocast is at work, asked in a way that torch.compile of every torch from 2.10 on can trace.
+"""Whether autocast is on, in a way that torch.compile of every torch from 2.10 on can trace.
 
-Dynamo of 2.10 and 2.11 does not know `torch.amp.is_autocast_available`, so it is asked here, once, when seqkern is
-imported (tests/test_versions.py keeps such functions out of what is compiled).
+Dynamo of 2.10 and 2.11 does not know `torch.amp.is_autocast_available`, so this module calls it once, when seqkern is
+imported (tests/test_versions.py keeps such functions out of compiled code).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Of the devices that torch has names for, those for which torch.is_autocast_enabled raises.
+# The devices known to torch for which torch.is_autocast_enabled raises.
 _DEVICES = ("meta", "lazy", "ve", "vulkan", "fpga", "hip")
 _WITHOUT = frozenset(device for device in _DEVICES if not torch.amp.is_autocast_available(device))
 

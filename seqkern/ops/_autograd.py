@@ -1,12 +1,12 @@
-"""What the ops share: when autograd is needed, and higher derivatives from the reference.
+"""Shared by the ops: when autograd is needed, and higher derivatives from the reference.
 
-First derivatives come from kernels. Second ones and forward mode come from the equations: the reference is
-differentiated with torch.func, which can be differentiated again. Forward mode inside forward mode has no other way
-than the equations themselves, because torch does not differentiate what a Function's `jvp` computes.
+First derivatives come from kernels. Second derivatives and forward mode come from the equations: torch.func
+differentiates the reference, and the result can be differentiated again. Forward mode inside forward mode runs the
+equations themselves, because torch does not differentiate the result of a Function's `jvp`.
 
-Each Function here has, beside torch's methods, `plain(*args)`: the results of `forward(*args)` by the equations (None
-or empty for what backward alone needs). What it saves for forward mode is what it saves for backward, in the same
-order: torch's rule for vmap remembers one list of batch dimensions for the two.
+Besides torch's methods each Function has `plain(*args)`: the results of `forward(*args)` by the equations (None or
+empty for results that only backward needs). A Function saves the same tensors in the same order for forward mode and
+for backward: torch's vmap rule keeps one list of batch dimensions for both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _vjp: Any = torch.func.vjp  # its annotation has the three results of has_aux=Tr
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one call: floating-point operations, and the fewest bytes that must cross memory."""
+    """The cost of one call: floating-point operations, and the minimal memory traffic in bytes."""
 
     flops: int
     bytes: int
@@ -38,9 +38,9 @@ class Cost:
 def eager(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """The same Function in the older style, for everyday calls.
 
-    A Function with `setup_context` has its arguments bound by name, which takes longer than a small kernel, and one
-    with `jvp` cannot be traced by torch.compile; torch.func needs the first and forward mode the second. So an op has
-    both: the one written out, for transforms, and this one.
+    torch.func needs a Function with `setup_context`, and forward mode one with `jvp`. But with `setup_context` torch
+    binds the arguments by name, which takes longer than a small kernel; and torch.compile cannot trace a Function with
+    `jvp`. So an op has both: the full Function, for transforms, and this one.
     """
 
     class Eager(torch.autograd.Function):
@@ -57,7 +57,7 @@ def eager(function: type[torch.autograd.Function]) -> type[torch.autograd.Functi
 
 
 def transforms_active() -> bool:
-    """Whether forward-mode differentiation or a torch.func transform (grad, jvp, vmap, ...) is under way.
+    """Whether forward-mode differentiation or a torch.func transform (grad, jvp, vmap, ...) is active.
 
     Raises:
         NotImplementedError: under torch.compile, which would lose the op's derivatives inside a transform. Without
@@ -73,20 +73,20 @@ def transforms_active() -> bool:
 
 
 def forward_mode_nested() -> bool:
-    """Whether forward mode differentiates forward mode: two levels of torch.func.jvp or more, at any distance."""
+    """Whether forward mode is nested: at least two levels of torch.func.jvp, with any levels between them."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether reverse mode will ask for a gradient of one of the tensors."""
+    """Whether reverse mode needs a gradient of one of the tensors."""
     if not torch.is_grad_enabled():
         return False
     return any(t is not None and t.requires_grad for t in tensors)
 
 
 def readable(t: Tensor) -> bool:
-    """Whether the numbers in it can be looked at now: not while compiling, on a GPU, or inside a transform."""
+    """Whether the tensor's values can be read now: not while compiling, on a GPU, or inside a transform."""
     return (
         not torch.compiler.is_compiling() and t.device.type == "cpu" and type(t) is Tensor and not transforms_active()
     )
@@ -94,17 +94,17 @@ def readable(t: Tensor) -> bool:
 
 @functools.cache
 def _uncompiled() -> Any:
-    """Calls a function out of the compiler's sight: frame by frame it fails on tensors that a transform has wrapped."""
+    """Calls a function with torch.compile disabled: Dynamo fails on tensors that a transform has wrapped."""
     return torch.compiler.disable(lambda function, *args: function(*args))
 
 
 def apply(
     function: type[torch.autograd.Function], eager: type[torch.autograd.Function], differentiable: bool, *args: Any
 ) -> Any:
-    """function(*args) by the shortest way: through the Function for transforms, its eager twin, or the kernel alone."""
+    """function(*args) by the fastest path: the Function for transforms, its eager twin, or the kernel alone."""
     if transforms_active():
         if forward_mode_nested():
-            # What a pullback saved may be wrapped for a transform that is over; Function.apply would see to that.
+            # A pullback's saved tensors may be wrapped for a finished transform; Function.apply would unwrap them.
             return function.plain(*torch._functorch.utils.unwrap_dead_wrappers(args))  # type: ignore[attr-defined]
         return _uncompiled()(function.apply, *args)
     if differentiable:
@@ -136,8 +136,8 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Any], cotangents: A
 def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents: Sequence[Tensor | None]) -> Any:
     """The tangent of function(*inputs) along `input_tangents`, None meaning zero: the Jacobian-vector product.
 
-    The pullback u -> J^T u is linear, so its own pullback is v -> J v. It holds inside every level of forward mode,
-    where torch.func.jvp may not be nested.
+    The pullback u -> J^T u is linear, so its own pullback is v -> J v. That works inside forward mode too, where
+    torch.func.jvp must not be nested.
     """
     indices = [i for i, t in enumerate(input_tangents) if t is not None]
 
@@ -157,7 +157,7 @@ def tangents(function: Callable[..., Any], inputs: Sequence[Any], input_tangents
 def batched(function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Any:
     """function(*tensors), a tuple of tensors, also inside `torch.autograd.grad(is_grads_batched=True)`.
 
-    That has a vmap of its own, older than torch.func's, with no rule for ops that take lists: each sample is a call.
+    That uses a vmap older than torch.func's, which has no rule for ops that take lists: here each sample is a call.
     """
     old = torch._C._functorch.is_legacy_batchedtensor
     if torch.compiler.is_compiling() or not any(t is not None and old(t) for t in tensors):
@@ -175,7 +175,7 @@ def batched(function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> A
 
 
 def per_sample(op: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
-    """The batching rule of last resort: a call for every sample, the results stacked along a first dimension.
+    """The fallback batching rule: one call per sample, with the results stacked along a new first dimension.
 
     An argument may be a list of tensors; then so are its in_dims.
     """
@@ -185,7 +185,7 @@ def per_sample(op: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Seq
             return [sample(t, d, index) for t, d in zip(argument, dim, strict=True)]
         if not isinstance(argument, Tensor) or dim is None:
             return argument
-        if samples == 0:  # the shapes of the results still have to come from a call
+        if samples == 0:  # one call is still needed for the shapes of the results
             return argument.new_zeros([size for d, size in enumerate(argument.shape) if d != dim])
         return argument.select(dim, index)
 

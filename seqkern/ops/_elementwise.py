@@ -1,4 +1,4 @@
-"""Ops that are a formula of tensors of one shape: `elementwise_op` makes all but the kernels and the public function.
+"""Elementwise ops, a formula of tensors of one shape: `elementwise_op` makes all but kernels and public function.
 
 The kernels compute values and first derivatives, `seqkern::<name>_fwd(*tensors, *constants) -> Tensor` and
 `seqkern::<name>_bwd(grad_output, *tensors, *constants) -> (a gradient for each tensor)`; results are contiguous. From
@@ -29,12 +29,12 @@ from seqkern.ops._autograd import (
 
 
 def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[str]) -> Callable[..., Tensor]:
-    """The op `name` of `formula(*tensors, *constants)`, its tensors by name: a function that runs it.
+    """Makes the op `name` of `formula(*tensors, *constants)` from its tensors' names; returns a function that runs it.
 
-    What comes back is called as `run(function, arguments, *constants)` with the public function and its `locals()`, its
-    `unexpected` keywords among them (_keywords.py). It checks the tensors, and raises TypeError and ValueError as that
-    function's; NotImplementedError where the backend in force does not run on their device. Autocast is as torch's for
-    such formulas: no cast.
+    Call that as `run(function, arguments, *constants)` with the public function and its `locals()`, which include its
+    `unexpected` keywords (_keywords.py). It checks the tensors, and raises TypeError and ValueError in the public
+    function's name, and NotImplementedError if the active backend does not run on their device. As with torch's
+    formulas, autocast casts nothing.
     """
     count = len(tensors)
 
@@ -58,7 +58,7 @@ def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> Any:
-            transforms_active()  # refuses to be compiled inside a transform, before the compiler looks at a gradient
+            transforms_active()  # raises if compiled inside a transform, before Dynamo looks at a gradient
             wanted = torch.is_grad_enabled()
             grads = apply(Backward, BackwardEager, wanted, grad_output, *ctx.saved_tensors, *ctx.constants)
             needed = (g if needs else None for g, needs in zip(grads, ctx.needs_input_grad, strict=False))
@@ -110,7 +110,7 @@ def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[
             refuse(function, arguments["unexpected"])
         op = function.__name__
         _check(op, tensors, values)
-        transforms_active()  # refuses before the compiler looks at a tensor
+        transforms_active()  # raises before Dynamo looks at a tensor
         if backend_for(op, values[0]) == "reference":
             return formula(*values, *constants)
         return apply(Forward, ForwardEager, wants_gradient(*values), *values, *constants)
@@ -143,7 +143,7 @@ def _check(op: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
 
 
 def _register(name: str, count: int) -> None:
-    """Fake kernels, and batching rules: the samples are one more dimension."""
+    """Registers fake kernels and batching rules, in which samples are one more dimension."""
     forward, backward = f"seqkern::{name}_fwd", f"seqkern::{name}_bwd"
 
     @torch.library.register_fake(forward)
@@ -165,7 +165,7 @@ def _register(name: str, count: int) -> None:
 
 
 def _of_samples(samples: int, in_dims: Any, args: Any) -> list[Any]:
-    """The arguments with the samples as their first dimension."""
+    """The arguments, with samples as their first dimension."""
 
     def first(t: Any, dim: int | None) -> Any:
         if not isinstance(t, Tensor):

@@ -1,9 +1,6 @@
 """Derivatives, fake kernels and batching rules of the recurrent networks: what stands between API and kernels.
 
-A layer's tensors, in the kernels' order: input, h0 and c0 (of an LSTM), then lengths, resets, recurrent_mask and seed,
-each a tensor or None; then the numbers zoneout_h, zoneout_c, eps and cell; then seven lists with one tensor for each
-direction or none: w_ih, w_hh, b_ih, b_hh, w_hr, peephole and norm. Autograd sees the lists one behind the other, with
-None where there is no tensor. All have the shapes that csrc/rnn/rnn.h asks for.
+The arguments of a layer are those of `seqkern._arguments.Rnn`, in the shapes that csrc/rnn/rnn.h asks for.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import reference
+from seqkern._arguments import Rnn, RnnBackward, RnnGrads, RnnKept, RnnNumbers, RnnTensors, Weights, by_name
 from seqkern._library import kernel
 from seqkern.ops._autograd import (
     apply,
@@ -29,57 +27,45 @@ from seqkern.ops._autograd import (
 )
 from seqkern.ops._rnn_checks import GATES, LSTM, kept_gates
 
-_STATES, _CONSTANTS, _NUMBERS, _LISTS = 3, 4, 4, 7
-_TENSORS = _STATES + _CONSTANTS
-_W_IH, _W_HH, _B_IH, _B_HH, _W_HR, _PEEPHOLE, _NORM = range(_LISTS)
 
-
-def run(
-    backend: str,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[Any],
-    lists: Sequence[Sequence[Tensor]],
-    recompute: bool,
-    return_cells: bool,
-) -> tuple[Tensor, ...]:
+def run(backend: str, layer: Rnn, recompute: bool, return_cells: bool) -> tuple[Tensor, ...]:
     """output and h_n, and of an LSTM c_n and, if wanted, all c_t (D, T, B, H), by the backend's kernel or reference."""
-    input, h0, c0, *constants = tensors
-    assert input is not None
-    assert h0 is not None
-    directions, cell = h0.shape[0], numbers[-1]
-    if backend != "reference" and _kernel_alone(input, h0, c0, lists):
-        results = kernel("rnn_fwd", input)(input, h0, c0, *lists, *constants, *numbers, False, return_cells)
-        return results[:4] if cell == LSTM else results[:2]
-    nothing: list[Tensor | None] = [None] * directions
-    flat = [t for each in lists for t in (each or nothing)]
+    tensors, numbers, weights = layer
+    if backend != "reference" and _kernel_alone(layer):
+        results = _forward(tensors, numbers, weights, return_cells)
+        return results[:4] if numbers.cell == LSTM else results[:2]
     if backend == "reference":
-        return _outputs(constants, numbers)(input, h0, c0, *flat)
+        return _outputs(tensors, numbers)(*layer.differentiable())
     if torch.compiler.is_compiling():  # which wants them apart: directions may share weights
+        flat = weights.flat()
         flat = [t if t is None or all(t is not s for s in flat[:n]) else t.view_as(t) for n, t in enumerate(flat)]
-    wanted = wants_gradient(input, h0, c0, *flat)
+        layer = Rnn(tensors, numbers, Weights.of(flat))
+    wanted = wants_gradient(*layer.differentiable())
     # What recompute finds again, of a cell that has no c, is everything.
-    keep = return_cells or ((wanted or transforms_active()) and not (recompute and cell != LSTM))
-    output, h_n, c_n, cells, _, _ = apply(_Rnn, _RnnEager, wanted, *tensors, *numbers, keep, recompute, *flat)
-    return (output, h_n, c_n, cells) if cell == LSTM else (output, h_n)
+    keep = return_cells or ((wanted or transforms_active()) and not (recompute and numbers.cell != LSTM))
+    output, h_n, c_n, cells, _, _ = apply(_Rnn, _RnnEager, wanted, keep, recompute, *layer.flat())
+    return (output, h_n, c_n, cells) if numbers.cell == LSTM else (output, h_n)
 
 
-def _kernel_alone(input: Tensor, h0: Tensor, c0: Tensor | None, lists: Sequence[Sequence[Tensor]]) -> bool:
+def _kernel_alone(layer: Rnn) -> bool:
     """Whether nobody asks for derivatives: then autograd needs to know nothing of the call."""
     if transforms_active() or torch.compiler.is_compiling():
         return False
-    return not torch.is_grad_enabled() or not wants_gradient(input, h0, c0, *(t for each in lists for t in each))
+    return not torch.is_grad_enabled() or not wants_gradient(*layer.differentiable())
 
 
-def _split(flat: Sequence[Tensor | None], directions: int) -> list[list[Tensor]]:
-    """The seven lists."""
-    return [[t for t in flat[n * directions : (n + 1) * directions] if t is not None] for n in range(_LISTS)]
+def _forward(tensors: RnnTensors, numbers: RnnNumbers, weights: Weights, keep: bool) -> Any:
+    """The kernel's six results; the weights as it takes them."""
+    input, h0, c0, *constants = tensors
+    return kernel("rnn_fwd", input)(input, h0, c0, *weights, *constants, *numbers, False, keep)
 
 
-def _outputs(constants: Sequence[Any], numbers: Sequence[Any]) -> Callable[..., Any]:
-    """The reference, as a function of what it can be differentiated by."""
+def _outputs(tensors: RnnTensors, numbers: RnnNumbers) -> Callable[..., Any]:
+    """The reference, as a function of what it can be differentiated by: see `Rnn.differentiable`."""
+    _, _, _, *constants = tensors
 
-    def function(input: Tensor, h0: Tensor, c0: Tensor | None, *flat: Tensor | None) -> Any:
-        return reference.rnn(input, h0, c0, *_split(flat, h0.shape[0]), *constants, *numbers, False)
+    def function(input: Tensor, h0: Tensor, c0: Tensor | None, *weights: Tensor | None) -> Any:
+        return reference.rnn(input, h0, c0, *Weights.of(weights).given(), *constants, *numbers, False)
 
     return function
 
@@ -88,7 +74,7 @@ def _outputs(constants: Sequence[Any], numbers: Sequence[Any]) -> Callable[..., 
 
 
 class _Rnn(torch.autograd.Function):
-    """Tensors, numbers, keep, recompute, weights -> output, h_n, c_n, cells, gates, products.
+    """keep, recompute, a layer's arguments -> output, h_n, c_n, cells, gates, products.
 
     Backward is a Function again, so that it can be differentiated.
     """
@@ -96,67 +82,80 @@ class _Rnn(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        input, h0, c0, *constants = args[:_TENSORS]
-        *numbers, cell = args[_TENSORS : _TENSORS + _NUMBERS]
-        keep, _, *flat = args[_TENSORS + _NUMBERS :]
-        lists = _split(flat, h0.shape[0])
-        return kernel("rnn_fwd", input)(input, h0, c0, *lists, *constants, *numbers, cell, False, keep)
+    def forward(keep: bool, recompute: bool, *args: Any) -> Any:
+        tensors, numbers, weights = Rnn.of(args)
+        return _forward(tensors, numbers, weights.given(), keep)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        tensors, ctx.numbers = inputs[:_TENSORS], inputs[_TENSORS : _TENSORS + _NUMBERS]
-        _, recompute, *flat = inputs[_TENSORS + _NUMBERS :]
+        _, recompute, *args = inputs
+        tensors, ctx.numbers, weights = Rnn.split(args)
         output, _, c_n, cells, gates, products = outputs
         ctx.set_materialize_grads(False)
-        kept = (*tensors, *flat, output, cells, *((None, None) if recompute else (gates, products)))
-        ctx.save_for_backward(*kept)
+        kept = RnnKept(output, cells, None, None) if recompute else RnnKept(output, cells, gates, products)
+        saved = (*kept, *tensors, *weights)
+        ctx.save_for_backward(*saved)
         if forward_ad._current_level >= 0:  # then under vmap marks are of no effect, and every output has a tangent
             ctx.empty = [torch.zeros_like(t) for t in outputs[2:]]
-            ctx.save_for_forward(*kept)
-        elif ctx.numbers[-1] == LSTM:
+            ctx.save_for_forward(*saved)
+        elif ctx.numbers.cell == LSTM:
             ctx.mark_non_differentiable(gates, products)
         else:
             ctx.mark_non_differentiable(c_n, cells, gates, products)
 
     @staticmethod
+    def saved(ctx: Any) -> tuple[RnnKept, RnnTensors, list[Any]]:
+        """What `setup_context` saved; the weights flat."""
+        output, cells, gates, products, input, h0, c0, lengths, resets, mask, seed, *weights = ctx.saved_tensors
+        tensors = RnnTensors(input, h0, c0, lengths, resets, mask, seed)
+        return RnnKept(output, cells, gates, products), tensors, weights
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        *inputs, output, cells, gates, products = ctx.saved_tensors
-        tensors, flat = inputs[:_TENSORS], inputs[_TENSORS:]
-        h0 = tensors[1]
-        needs, needs_flat = ctx.needs_input_grad[:_STATES], ctx.needs_input_grad[-len(flat) :]
+        (output, cells, gates, products), tensors, weights = _Rnn.saved(ctx)
+        _, _, *needs = ctx.needs_input_grad
+        needs, _, needs_weights = Rnn.split(needs)
         if gates is None:
             gates = products = cells.new_empty(0)
-        count = 4 if ctx.numbers[-1] == LSTM else 2  # torch.compile has gradients of what is not differentiable, too
-        rest = (*tensors, output, cells, gates, products, *ctx.numbers, needs[0], any(needs_flat), *flat)
+        count = 4 if ctx.numbers.cell == LSTM else 2  # torch.compile has gradients of what is not differentiable, too
+        rest = (
+            output, cells, gates, products, needs.input, any(needs_weights), *tensors, *ctx.numbers, *weights
+        )  # fmt: skip
 
         def of_grads(*grads: Tensor | None) -> Any:
             grads = (*grads[:count], *[None] * (4 - count))
             return apply(_RnnBackward, _RnnBackwardEager, torch.is_grad_enabled(), *grads, *rest)
 
-        grad_input, grad_h0, grad_c0, *grad_lists = batched(of_grads, grads[:count])
-        directions = h0.shape[0]
-        of_states = [g if need else None for g, need in zip((grad_input, grad_h0, grad_c0), needs, strict=True)]
-        of_lists = [grad_lists[n // directions][n % directions] if need else None for n, need in enumerate(needs_flat)]
-        return *of_states, *[None] * (_CONSTANTS + _NUMBERS + 2), *of_lists
+        grad_input, grad_h0, grad_c0, *grad_weights = batched(of_grads, grads[:count])
+        of_tensors = RnnTensors(
+            input=grad_input if needs.input else None,
+            h0=grad_h0 if needs.h0 else None,
+            c0=grad_c0 if needs.c0 else None,
+        )
+        of_weights = [
+            each[d] if need else None  # of a direction
+            for each, those in zip(grad_weights, Weights.of(needs_weights), strict=True)
+            for d, need in enumerate(those)
+        ]
+        return None, None, *of_tensors, *[None] * len(ctx.numbers), *of_weights
 
     @staticmethod
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        *tensors, _, _, _, _ = ctx.saved_tensors
-        constants, inputs = tensors[_STATES:_TENSORS], (*tensors[:_STATES], *tensors[_TENSORS:])
-        known = (*directions[:_STATES], *directions[_TENSORS + _NUMBERS + 2 :])
-        found = tangents(_outputs(constants, ctx.numbers), inputs, known)
+        _, tensors, weights = _Rnn.saved(ctx)
+        layer = Rnn(tensors, ctx.numbers, Weights.of(weights))
+        _, _, *known = directions
+        found = tangents(_outputs(tensors, ctx.numbers), layer.differentiable(), Rnn.of(known).differentiable())
         return *found, *ctx.empty[len(found) - 2 :]
 
     @staticmethod
-    def plain(*args: Any) -> Any:
-        tensors, numbers, flat = args[:_TENSORS], args[_TENSORS : _TENSORS + _NUMBERS], args[_TENSORS + _NUMBERS + 2 :]
-        found = _outputs(tensors[_STATES:], numbers)(*tensors[:_STATES], *flat)
+    def plain(keep: bool, recompute: bool, *args: Any) -> Any:
+        layer = Rnn.of(args)
+        found = _outputs(layer.tensors, layer.numbers)(*layer.differentiable())
         return *found, *[None] * (6 - len(found))
 
 
 class _RnnBackward(torch.autograd.Function):
-    """Gradients of output, h_n, c_n, cells; tensors, what was kept, numbers, two needs, weights -> gradients.
+    """Gradients of output, h_n, c_n, cells, what was kept, two needs, a layer's arguments -> gradients.
 
     They are those of input, h0 and c0, and of the seven lists, each list's stacked; of shape (0) where not wanted.
     """
@@ -165,70 +164,91 @@ class _RnnBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        grads, (input, h0, c0, *constants) = args[:4], args[4 : 4 + _TENSORS]
-        kept, rest = args[4 + _TENSORS : 8 + _TENSORS], args[8 + _TENSORS :]
-        numbers, (need_input, need_weights, *flat) = rest[:_NUMBERS], rest[_NUMBERS:]
+        grads, kept, need_input, need_weights, (tensors, numbers, weights) = RnnBackward.of(args)
+        input, h0, c0, *constants = tensors
         return kernel("rnn_bwd", input)(
-            *grads, input, h0, c0, *_split(flat, h0.shape[0]), *constants, *numbers, False, *kept,
-            need_input, need_weights,
-        )  # fmt: skip
+            *grads, input, h0, c0, *weights.given(), *constants, *numbers, False, *kept, need_input, need_weights
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        rest = inputs[8 + _TENSORS :]
-        ctx.numbers, (ctx.need_input, ctx.need_weights, *flat) = rest[:_NUMBERS], rest[_NUMBERS:]
-        tensors = *inputs[: 4 + _TENSORS], *flat
-        ctx.save_for_backward(*tensors)
+        grads, _, ctx.need_input, ctx.need_weights, layer = RnnBackward.of(inputs)
+        ctx.numbers = layer.numbers
+        saved = (*grads, *layer.tensors, *layer.weights.flat())
+        ctx.save_for_backward(*saved)
         if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*tensors)
+            ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def saved(ctx: Any) -> tuple[RnnGrads, Rnn, bool, bool]:
+        """What `formula` asks for."""
+        grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, lengths, resets, mask, seed, *weights = (
+            ctx.saved_tensors
+        )
+        tensors = RnnTensors(input, h0, c0, lengths, resets, mask, seed)
+        grads = RnnGrads(grad_output, grad_h_n, grad_c_n, grad_cells)
+        return grads, Rnn(tensors, ctx.numbers, Weights.of(weights)), ctx.need_input, ctx.need_weights
 
     @staticmethod
     def formula(
-        saved: Sequence[Any], numbers: Sequence[Any], need_input: bool, need_weights: bool
+        grads: RnnGrads, layer: Rnn, need_input: bool, need_weights: bool
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The gradients as a function of cotangents, states and weights, recomputing the steps; and these."""
-        outputs = _outputs(saved[4 + _STATES : 4 + _TENSORS], numbers)
+        outputs = _outputs(layer.tensors, layer.numbers)
+        given = [n for n, t in enumerate(grads) if t is not None]
 
-        def grads(*inputs: Any) -> Any:
-            given = [n for n, t in enumerate(inputs[:4]) if t is not None]
+        def stacked(name: str, each: Sequence[Any], input: Tensor, h0: Tensor, weights: Weights) -> Tensor:
+            """The gradients of one kind of weights, as the kernel gives them."""
+            found = [g for g in each if g is not None]
+            if need_weights and found:
+                return torch.stack(found)
+            if need_weights and (name == "b_hh" or (name == "b_ih" and weights.w_ih[0] is not None)):
+                return h0.new_zeros(h0.shape[0], weights.w_hh[0].shape[0])  # no bias: nothing asks for it
+            empty = input.new_empty(0)
+            return empty.to(torch.promote_types(h0.dtype, torch.float32)) if name == "norm" else empty
 
+        def function(*inputs: Any) -> Any:
             def some(*states_and_weights: Any) -> Any:
                 found = outputs(*states_and_weights)
                 return tuple(found[n] for n in given)
 
-            found = gradients(some, inputs[4:], tuple(inputs[n] for n in given))
-            input, h0, c0, *flat = inputs[4:]
-            directions, empty, wide = h0.shape[0], input.new_empty(0), torch.promote_types(h0.dtype, torch.float32)
-            stacked = []
-            for n in range(_LISTS):
-                none = empty.to(wide) if n == _NORM else empty
-                each = [g for g in found[_STATES:][n * directions : (n + 1) * directions] if g is not None]
-                if not each and need_weights and (n == _B_HH or (n == _B_IH and flat[_W_IH] is not None)):
-                    none = h0.new_zeros(directions, flat[directions].shape[0])  # no bias: nothing asks for it
-                stacked.append(torch.stack(each) if each and need_weights else none)
-            grad_c0 = empty if c0 is None else found[2]
-            return found[0] if need_input else empty, found[1], grad_c0, *stacked
+            grad_output, grad_h_n, grad_c_n, grad_cells, *differentiable = inputs
+            cotangents = RnnGrads(grad_output, grad_h_n, grad_c_n, grad_cells)
+            found = gradients(some, differentiable, tuple(cotangents[n] for n in given))
+            grad_input, grad_h0, grad_c0, *grad_weights = found
+            input, h0, c0, *flat = differentiable
+            weights, empty = Weights.of(flat), input.new_empty(0)
+            return (
+                grad_input if need_input else empty,
+                grad_h0,
+                empty if c0 is None else grad_c0,
+                *[
+                    stacked(name, each, input, h0, weights)
+                    for name, each in zip(Weights._fields, Weights.of(grad_weights), strict=True)
+                ],
+            )
 
-        return grads, (*saved[: 4 + _STATES], *saved[4 + _TENSORS :])
+        return function, (*grads, *layer.differentiable())
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        formula, inputs = _RnnBackward.formula(ctx.saved_tensors, ctx.numbers, ctx.need_input, ctx.need_weights)
+        formula, inputs = _RnnBackward.formula(*_RnnBackward.saved(ctx))
         found = gradients(formula, inputs, cotangents)
-        before = 4 + _STATES
-        return *found[:before], *[None] * (_CONSTANTS + 4 + _NUMBERS + 2), *found[before:]
+        grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, *weights = found
+        of_grads, of_tensors = RnnGrads(grad_output, grad_h_n, grad_c_n, grad_cells), RnnTensors(input, h0, c0)
+        nothing = [None] * (len(RnnKept._fields) + 2)
+        return *of_grads, *nothing, *of_tensors, *[None] * len(ctx.numbers), *weights
 
     @staticmethod
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        formula, inputs = _RnnBackward.formula(ctx.saved_tensors, ctx.numbers, ctx.need_input, ctx.need_weights)
-        known = (*directions[: 4 + _STATES], *directions[8 + _TENSORS + _NUMBERS + 2 :])
-        return tangents(formula, inputs, known)
+        formula, inputs = _RnnBackward.formula(*_RnnBackward.saved(ctx))
+        known = RnnBackward.of(directions)
+        return tangents(formula, inputs, (*known.grads, *known.rnn.differentiable()))
 
     @staticmethod
     def plain(*args: Any) -> Any:
-        numbers, (need_input, need_weights, *flat) = args[8 + _TENSORS :][:_NUMBERS], args[8 + _TENSORS + _NUMBERS :]
-        saved = (*args[: 4 + _TENSORS], *flat)
-        formula, inputs = _RnnBackward.formula(saved, numbers, need_input, need_weights)
+        grads, _, need_input, need_weights, layer = RnnBackward.of(args)
+        formula, inputs = _RnnBackward.formula(grads, layer, need_input, need_weights)
         return formula(*inputs)
 
 
@@ -239,8 +259,11 @@ _RnnEager, _RnnBackwardEager = eager(_Rnn), eager(_RnnBackward)
 
 
 @torch.library.register_fake("seqkern::rnn_fwd")
-def _(input: Tensor, h0: Tensor, c0: Tensor | None, *rest: Any) -> Any:
-    w_hh, norm, (cell, _, keep) = rest[_W_HH], rest[_NORM], rest[-3:]
+def _(
+    input: Tensor, h0: Tensor, c0: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any, norm: Any,
+    lengths: Any, resets: Any, recurrent_mask: Any, seed: Any, zoneout_h: float, zoneout_c: float, eps: float,
+    cell: int, reverse: bool, keep: bool,
+) -> Any:  # fmt: skip
     (steps, batch), (directions, _, width) = input.shape[:2], h0.shape
     gates, acc = w_hh[0].shape[0], torch.promote_types(input.dtype, torch.float32)
     hidden = gates // GATES[cell]
@@ -257,11 +280,11 @@ def _(input: Tensor, h0: Tensor, c0: Tensor | None, *rest: Any) -> Any:
 
 @torch.library.register_fake("seqkern::rnn_bwd")
 def _(
-    grad_output: Any, grad_h_n: Any, grad_c_n: Any, grad_cells: Any, input: Tensor, h0: Tensor, c0: Any, *rest: Any
-) -> Any:
-    w_ih, w_hh, _, _, w_hr, peephole, norm = rest[:_LISTS]
-    need_input, need_weights = rest[-2:]
-
+    grad_output: Any, grad_h_n: Any, grad_c_n: Any, grad_cells: Any, input: Tensor, h0: Tensor, c0: Any, w_ih: Any,
+    w_hh: Any, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any, norm: Any, lengths: Any, resets: Any,
+    recurrent_mask: Any, seed: Any, zoneout_h: float, zoneout_c: float, eps: float, cell: int, reverse: bool,
+    output: Any, cells: Any, gates: Any, products: Any, need_input: bool, need_weights: bool,
+) -> Any:  # fmt: skip
     def grads(tensors: Sequence[Tensor], wanted: bool = True) -> Tensor:
         dtype = torch.promote_types(h0.dtype, torch.float32) if tensors is norm else h0.dtype
         return h0.new_empty((h0.shape[0], *tensors[0].shape) if need_weights and tensors and wanted else 0, dtype=dtype)
@@ -286,39 +309,41 @@ def _(
 
 @torch.library.register_vmap("seqkern::rnn_fwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return fold(torch.ops.seqkern.rnn_fwd, info.batch_size, in_dims, args, 3)
+    return fold(torch.ops.seqkern.rnn_fwd, info.batch_size, in_dims, args)
 
 
 @torch.library.register_vmap("seqkern::rnn_bwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    need_weights = args[-1]  # a sample's own: their sum alone comes out of a batch
-    return fold(torch.ops.seqkern.rnn_bwd, info.batch_size, in_dims, args, 7, need_weights)
+    return fold(torch.ops.seqkern.rnn_bwd, info.batch_size, in_dims, args)
 
 
-def fold(op: Any, samples: int, in_dims: Any, args: Any, first_list: int | None = None, apart: bool = False) -> Any:
+_BATCH = {"lengths": 0, "resets": 1}  # where tensors of a layer have their batch that are shaped unlike states
+
+
+def fold(op: Any, samples: int, in_dims: Any, args: Any) -> Any:
     """The samples become part of the batch: dimension 1 of (T, B, ..) and (D, B, ..), 2 of (D, T, B, ..), else 0.
 
     Not where the weights differ or have gradients of their own, nor with zoneout, which counts the rows of the batch;
-    then each sample is a call.
+    then each sample is a call. Of a cell, which has no weights here, every tensor is (B, ..).
     """
-    if first_list is not None:
-        dims = torch.utils._pytree.tree_leaves(in_dims[first_list : first_list + _LISTS])
-        seed = args[first_list + _LISTS + 3]
-        apart = apart or seed is not None or any(dim is not None for dim in dims)
-    if apart or samples == 0:
+    named, dims = by_name(op, args), by_name(op, in_dims)
+    layer = "w_hh" in named
+    own = torch.utils._pytree.tree_leaves([dims[name] for name in Weights._fields if layer])
+    # Gradients of weights: those of a sample, and only their sum comes out of a batch.
+    alone = named.get("seed") is not None or any(dim is not None for dim in own) or named.get("need_weights", False)
+    if alone or samples == 0:
         return per_sample(op, samples, in_dims, args)
-    lengths, resets = (None, None) if first_list is None else (first_list + _LISTS, first_list + _LISTS + 1)
 
-    def of_samples(n: int, t: Any) -> Any:
+    def of_samples(name: str, t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        t = t.expand(samples, *t.shape) if in_dims[n] is None else t.movedim(in_dims[n], 0)
-        if t.dim() == 2 and n != lengths and t.shape[1] == 0:  # not kept
+        t = t.expand(samples, *t.shape) if dims[name] is None else t.movedim(dims[name], 0)
+        if t.dim() == 2 and name != "lengths" and t.shape[1] == 0:  # not kept
             return t[0]
-        batch = 0 if first_list is None or n == lengths else 1 if n == resets else t.dim() - 3
+        batch = _BATCH.get(name, t.dim() - 3) if layer else 0
         return t.movedim(0, batch).flatten(batch, batch + 1)
 
-    outputs = op(*(of_samples(n, argument) for n, argument in enumerate(args)))
+    outputs = op(*(of_samples(name, argument) for name, argument in named.items()))
     # What is not wanted comes back empty, with one dimension.
     out_dims = tuple(None if t.dim() == 1 else t.dim() - 2 for t in outputs)
     unfolded = tuple(t if d is None else t.unflatten(d, (samples, -1)) for t, d in zip(outputs, out_dims, strict=True))

@@ -1,4 +1,4 @@
-"""What the recurrent networks accept: every argument checked, with errors that name it, and brought to one form."""
+"""Checks of the recurrent networks' arguments, with errors that name them, and their conversion to one form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sizes:
     directions: int
     inputs: int
     hidden: int
-    width: int  # of h: the projection's where there is one
+    width: int  # of h: the projection's size, if there is one
     bias: bool
 
     @property
@@ -66,7 +66,7 @@ class Sizes:
 
 
 def kept_gates(cell: int) -> int:
-    """What of a step's gates is kept, in units of H: a GRU's U_n h beside its three."""
+    """The gates kept of a step, in multiples of H: a GRU keeps U_n h besides its three gates."""
     return 4 if cell in (LSTM, GRU) else 1
 
 
@@ -88,9 +88,9 @@ def _check_place(op: str, name: str, t: Tensor, input: Tensor, shape: Sequence[i
 
 
 def check_like(op: str, name: str, t: Any, input: Tensor, shape: Sequence[int]) -> None:
-    """A tensor of the shape and of the input's dtype and device."""
+    """Checks that `t` is a tensor of that shape, with the input's dtype and device."""
     if isinstance(t, Tensor) and t.shape == shape and t.dtype == input.dtype and t.device == input.device:
-        return  # in short what follows at length
+        return  # the fast path of the checks below
     check_tensor(op, name, t, len(shape))
     _check_place(op, name, t, input, shape)
     exempt = autocasts(input) and torch.float64 not in (t.dtype, input.dtype)  # autocast leaves float64 alone
@@ -99,7 +99,7 @@ def check_like(op: str, name: str, t: Any, input: Tensor, shape: Sequence[int]) 
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors (or None) as autocast wants them."""
+    """Casts tensors (or None) as autocast does."""
     if not autocasts(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
@@ -128,7 +128,7 @@ def check_state(op: str, hx: Any) -> Tensor:
 
 
 def prepare_state(op: str, hx: Any, input: Tensor, batch: int, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
-    """h, and c of an LSTM; zeros where none is given."""
+    """h, and c for an LSTM; zeros if none is given."""
     if hx is None:
         rows = sizes.layers * sizes.directions
         h = input.new_zeros((rows, batch, sizes.width))
@@ -150,13 +150,13 @@ def _check_list(op: str, name: str, tensors: Any) -> None:
         raise TypeError(f"{op}: {name} must be a list of tensors, got {type(tensors).__name__}")
 
 
-_known: dict[Any, Sizes] = {}  # what check_weights found of shapes that it has seen
+_known: dict[Any, Sizes] = {}  # results of check_weights, by shapes
 
 
 def check_weights(
     op: str, cell: int, input: Tensor, weights: Sequence[Tensor], num_layers: int, bidirectional: bool
 ) -> Sizes:
-    """The sizes of the network, which the weights say."""
+    """The sizes of the network, from its weights."""
     key = None if torch.compiler.is_compiling() else _key(cell, input, weights, num_layers, bidirectional)
     sizes = None if key is None else _known.get(key)
     if sizes is None:
@@ -169,7 +169,7 @@ def check_weights(
 
 
 def _key(cell: int, input: Tensor, weights: Any, num_layers: int, bidirectional: bool) -> Any:
-    """All that the sizes depend on, of weights in the input's dtype and on its device; None for others."""
+    """All that the sizes depend on, if all weights have the input's dtype and device; otherwise None."""
     if type(weights) is not list or torch.jit.is_tracing():
         return None
     dtype, device = input.dtype, input.device
@@ -177,7 +177,7 @@ def _key(cell: int, input: Tensor, weights: Any, num_layers: int, bidirectional:
     key = (cell, input.shape[2], num_layers, bool(bidirectional), *shapes)
     try:
         hash(key)
-    except TypeError:  # sizes that are symbols
+    except TypeError:  # symbolic sizes
         return None
     return key if len(shapes) == len(weights) else None
 
@@ -211,7 +211,7 @@ def _check_weights(
 
 
 def norm_names(sizes: Sizes) -> list[tuple[str, int]]:
-    """The layer norms' parameters of a layer in one direction, with their sizes."""
+    """The names of a layer's norm parameters in one direction, with their sizes."""
     sides = [("ih", sizes.gates), ("hh", sizes.gates), *([("c", sizes.hidden)] if sizes.cell == LSTM else [])]
     return [(f"norm_{side} {kind}", size) for side, size in sides for kind in ("weight", "bias")]
 
@@ -259,7 +259,7 @@ def check_probability(op: str, name: str, p: Any) -> float:
 
 
 def _constant(number: Any) -> Any:
-    """The number, to torch.compile a constant, even where it takes numbers for symbols: hashing does it."""
+    """The number as a constant for torch.compile, even if it treats numbers as symbols: hashing specialises it."""
     return next(iter({number}))
 
 
@@ -272,7 +272,7 @@ def check_layers(op: str, num_layers: Any) -> int:
 
 
 def check_zoneout(op: str, zoneout: Any, cell: int) -> tuple[float, float]:
-    """That of h and that of c."""
+    """The probabilities for h and for c."""
     if not isinstance(zoneout, (tuple, list)):
         p = check_probability(op, "zoneout", zoneout)
         return p, p if cell == LSTM else 0.0
@@ -285,7 +285,7 @@ def check_zoneout(op: str, zoneout: Any, cell: int) -> tuple[float, float]:
 
 
 def prepare_lengths(op: str, lengths: Any, input: Tensor, steps: int, batch: int) -> Tensor:
-    """(B,) int64 on the input's device; their range is checked where they can be read at once."""
+    """(B,) int64 on the input's device; their range is checked if they can be read without waiting."""
     most = 2**63 - 1 if torch.compiler.is_compiling() else steps
     if isinstance(lengths, (tuple, list, range)):
         if not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in lengths):
@@ -313,10 +313,10 @@ def prepare_lengths(op: str, lengths: Any, input: Tensor, steps: int, batch: int
 
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """(len(numbers),) int64 on a device, where a GPU waits for nothing.
+    """(len(numbers),) int64 on a device, without synchronising with a GPU.
 
-    From pinned memory, which is not another's before the copy is done. A CUDA graph would read it again at every
-    replay, so while one is captured the numbers are its kernels' arguments: a fill for each run of equal ones.
+    Copies from pinned memory, which is not reused before the copy is done. A CUDA graph would read that memory again at
+    every replay; so during capture the numbers are arguments of kernels: one fill for each run of equal numbers.
     """
     if device.type != "cuda" or torch.compiler.is_compiling() or not _library._present(device.index):
         return torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -356,4 +356,4 @@ def prepare_seed(op: str, seed: Any, input: Tensor) -> Tensor | None:
         raise TypeError(f"{op}: seed must be a whole number, a tensor or None, got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{op}: seed must fit 64 bits, got {seed}")
-    return torch.full((), seed, dtype=torch.int64, device=input.device)  # a fill, which a CUDA graph can hold
+    return torch.full((), seed, dtype=torch.int64, device=input.device)  # a fill, which a CUDA graph can capture

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqkern import _library, reference
+from seqkern import _direct, reference
+from seqkern._direct import fast, long_way
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import is_proxy, of_jagged, record
-from seqkern.ops import _direct
 from seqkern.ops._autograd import (
     FLOATING,
     Cost,
@@ -31,10 +31,6 @@ from seqkern.reference.dropout import dropout
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
-
-# Not `is_compiling`, which calls two functions: the compiler's other stages trace tensors of classes of their own,
-# which the fast path refuses.
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @explicit
@@ -77,12 +73,11 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
         True
     """
-    if _is_compiling():
-        transforms_active()  # refuses before the compiler looks at a tensor
-    elif _library._backend in ("auto", "cpu"):
-        output = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, _direct.LARGEST)
+    if fast():
+        output: Tensor | None = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True)
         if output is not None and not unexpected:
             return output
+    transforms_active()  # refuses before the compiler looks at a tensor
     if is_proxy(input):
         return record(layer_norm, locals())
     if unexpected:
@@ -125,18 +120,18 @@ def rms_norm(
         >>> torch.allclose(seqkern.rms_norm(x, (8,)), torch.nn.functional.rms_norm(x, (8,)), atol=1e-6)
         True
     """
-    if _is_compiling():
-        transforms_active()  # refuses before the compiler looks at a tensor
+    if fast():
+        given = _default_eps(input) if eps is None else eps
+        output: Tensor | None = _direct.layer_norm(input, None, normalized_shape, weight, None, given, False)
+        if output is not None and not unexpected:
+            return output
+    transforms_active()  # refuses before the compiler looks at a tensor
     if is_proxy(input):
         return record(rms_norm, locals())
     if unexpected:
         refuse(rms_norm, unexpected)
     if eps is None:
         eps = _default_eps(input)
-    if not _is_compiling() and _library._backend in ("auto", "cpu"):
-        output = _direct.layer_norm(input, None, normalized_shape, weight, None, eps, False, _direct.LARGEST)
-        if output is not None:
-            return output
     if _is_number(normalized_shape):
         return rms_norm(input, (normalized_shape,), weight, eps)
     return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
@@ -371,14 +366,13 @@ def _add_norm(
     seed: Tensor | int | None,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    if _is_compiling():
-        transforms_active()  # refuses before the compiler looks at a tensor
     if eps is None and not centred:
         eps = _default_eps(input)
-    if not _is_compiling() and dropout_p == 0 and _library._backend in ("auto", "cpu"):
-        results = _direct.layer_norm(input, residual, normalized_shape, weight, bias, eps, centred, _direct.LARGEST)
+    if dropout_p == 0 and fast():
+        results = _direct.layer_norm(input, residual, normalized_shape, weight, bias, eps, centred)
         if results is not None:
             return results if residual is not None else (results, input)
+    transforms_active()  # refuses before the compiler looks at a tensor
     if _is_number(normalized_shape):
         return _add_norm(op, input, residual, (normalized_shape,), weight, bias, eps, dropout_p, seed, centred)
     if isinstance(input, Tensor) and input.is_nested:
@@ -614,28 +608,37 @@ class _LayerNormBackward(torch.autograd.Function):
         return grads(*inputs)
 
 
-def backward_by_op(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    inputs: Sequence[Any],
-    eps: float,
-    centred: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of a norm over the last dimension that kept only what it normalised, weight and bias.
+@long_way("LayerNormNode")
+@long_way("AddLayerNormNode")
+def _backward_of_node(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    numbers: Sequence[float],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of the input (or of the two terms), weight and bias of a norm over the last dimension.
 
-    They are differentiable again.
+    They are differentiable again. What was kept is found again where it is not there, or of other rows.
     """
-    normalised, weight, bias = inputs
+    (grad_output, *grad_sum), (weight, bias, normalised), (eps, centred) = grads, saved, numbers
+    *need_terms, need_weight, need_bias = needs
+    total = grad_sum[0] if grad_sum else None
+    assert normalised is not None
+    if grad_output is None:  # the sum alone was used
+        return [*(total if need else None for need in need_terms), None, None]
     with torch.no_grad():
         flat = _matrix(normalised, 1)
-        _, _, mean, rstd = kernel("layer_norm_fwd", flat)(flat, None, None, None, None, eps, 0.0, centred)
+        _, _, mean, rstd = kernel("layer_norm_fwd", flat)(flat, None, None, None, None, eps, 0.0, bool(centred))
     grad, _, grad_weight, grad_bias = apply(
-        _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
-        grad_output, grad_sum, normalised, weight, bias, mean, rstd, None, eps, 0.0, centred, 1, need_weight, need_bias,
+        _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(), grad_output, total, normalised, weight,
+        bias, mean, rstd, None, eps, 0.0, bool(centred), 1, need_weight, need_bias,
     )  # fmt: skip
-    return grad, grad_weight if need_weight else None, grad_bias if need_bias else None
+    return [
+        *(grad if need else None for need in need_terms),
+        grad_weight if need_weight else None,
+        grad_bias if need_bias else None,
+    ]
 
 
 _LayerNormEager, _LayerNormBackwardEager = eager(_LayerNorm), eager(_LayerNormBackward)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqkern._arguments import Rnn, RnnNumbers, RnnTensors, Weights
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._recording import is_proxy, record
@@ -396,22 +397,20 @@ def _network(
         x = torch.where((torch.arange(steps, device=x.device)[:, None] < lengths)[..., None], x, 0)
     per_cell = sizes.per_cell
     states, cells = [], x
+    numbers = RnnNumbers(*zoneouts, 1e-5, cell)
     for layer in range(num_layers):
         first, end = layer * directions, (layer + 1) * directions
-        lists = _lists(sizes, weights[first * per_cell : end * per_cell])
-        if peepholes is not None:
-            lists["peephole"] = peepholes[first:end]
+        own = _weights(
+            sizes, weights[first * per_cell : end * per_cell], None if peepholes is None else peepholes[first:end]
+        )
         source = x
         if norm_lists is not None:
-            source = _normed(x, lists, norm_lists[first:end], sizes)
+            source, own = _normed(x, own, norm_lists[first:end], sizes)
         h, c = (h0, c0) if num_layers == 1 else (h0[first:end], None if c0 is None else c0[first:end])
         mask = _mask(mask_p, seed, layer, h)
         zoneout_seed = derived_seed(seed, 3 * layer + ZONEOUT) if training and any(zoneouts) else None
-        tensors = (source, h, c, lengths, resets, mask, zoneout_seed)
-        x, *state = run(
-            backend, tensors, (*zoneouts, 1e-5, cell), list(lists.values()), recompute,
-            return_all_c and layer == num_layers - 1,
-        )  # fmt: skip
+        tensors = RnnTensors(source, h, c, lengths, resets, mask, zoneout_seed)
+        x, *state = run(backend, Rnn(tensors, numbers, own), recompute, return_all_c and layer == num_layers - 1)
         if cell == LSTM:
             *state, cells = state
         states.append(state)
@@ -424,31 +423,33 @@ def _network(
     return x, state_n[0], state_n[-1], cells
 
 
-def _lists(sizes: Sizes, weights: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """The seven lists of a layer, in the kernels' order."""
+def _weights(sizes: Sizes, weights: Sequence[Tensor], peepholes: Sequence[Tensor] | None) -> Weights:
+    """Those of a layer, by their kind."""
     each = sizes.per_cell
-    return {
-        "w_ih": list(weights[::each]),
-        "w_hh": list(weights[1::each]),
-        "b_ih": list(weights[2::each]) if sizes.bias else [],
-        "b_hh": list(weights[3::each]) if sizes.bias else [],
-        "w_hr": list(weights[each - 1 :: each]) if sizes.projected else [],
-        "peephole": [],
-        "norm": [],
-    }
+    return Weights(
+        w_ih=list(weights[::each]),
+        w_hh=list(weights[1::each]),
+        b_ih=list(weights[2::each]) if sizes.bias else [],
+        b_hh=list(weights[3::each]) if sizes.bias else [],
+        w_hr=list(weights[each - 1 :: each]) if sizes.projected else [],
+        peephole=[] if peepholes is None else list(peepholes),
+        norm=[],
+    )
 
 
-def _normed(x: Tensor, lists: dict[str, list[Tensor]], norms: list[list[Tensor]], sizes: Sizes) -> Tensor:
-    """N(W x) + b of every direction, side by side; the lists lose what is done with, and get the other norms."""
+def _normed(x: Tensor, weights: Weights, norms: list[list[Tensor]], sizes: Sizes) -> tuple[Tensor, Weights]:
+    """N(W x) + b of every direction, side by side; and the weights without what is done with, with the other norms."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    sides = []
+    sides, rest = [], []
     for d, (weight, bias, *others) in enumerate(norms):
-        side = layer_norm(F.linear(x, lists["w_ih"][d]), (sizes.gates,), weight, bias, 1e-5)
-        sides.append(side + lists["b_ih"][d] if sizes.bias else side)
-        lists["norm"].append(torch.cat([t.to(wide) for t in others]))
-    lists["w_ih"] = lists["b_ih"] = []
+        side = layer_norm(F.linear(x, weights.w_ih[d]), (sizes.gates,), weight, bias, 1e-5)
+        sides.append(side + weights.b_ih[d] if sizes.bias else side)
+        rest.append(torch.cat([t.to(wide) for t in others]))
     # Under autocast a layer norm on a GPU is float32: the rest of the network is not.
-    return (sides[0] if len(sides) == 1 else torch.cat(sides, -1)).to(x.dtype)
+    given = (sides[0] if len(sides) == 1 else torch.cat(sides, -1)).to(x.dtype)
+    return given, Weights(
+        w_ih=[], w_hh=weights.w_hh, b_ih=[], b_hh=weights.b_hh, w_hr=weights.w_hr, peephole=weights.peephole, norm=rest
+    )
 
 
 def _mask(p: float, seed: Tensor | None, layer: int, h0: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import reference
+from seqkern._arguments import RnnCell, RnnCellBackward
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import is_proxy, record
@@ -208,7 +209,8 @@ def _cell(
     # Under autocast the products are narrower than a state that is added to them.
     wide = torch.promote_types(x_gates.dtype, h.dtype) if cell in (LSTM, GRU) else x_gates.dtype
     c = None if c is None else c.to(wide)
-    h_new, c_new = _run(backend_for(op, input), x_gates.to(wide), h_gates.to(wide), h.to(wide), c, cell)
+    arguments = RnnCell(x_gates.to(wide), h_gates.to(wide), h.to(wide), c, cell)
+    h_new, c_new = _run(backend_for(op, input), arguments)
     return (h_new, c_new) if cell == LSTM else h_new
 
 
@@ -230,12 +232,12 @@ def cost(
 # ---- autograd ------------------------------------------------------------------------------------------------------
 
 
-def _run(backend: str, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, cell: int) -> Any:
+def _run(backend: str, arguments: RnnCell) -> Any:
     """h and c after a step (c: of an LSTM)."""
     if backend == "reference":
-        return _step(x_gates, h_gates, h, c, cell=cell)
-    wanted = wants_gradient(x_gates, h_gates, h, c)
-    return apply(_RnnCell, _RnnCellEager, wanted, x_gates, h_gates, h, c, cell)[:2]
+        return _step(*arguments.differentiable(), cell=arguments.cell)
+    wanted = wants_gradient(*arguments.differentiable())
+    return apply(_RnnCell, _RnnCellEager, wanted, *arguments)[:2]
 
 
 def _step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, *, cell: int) -> tuple[Tensor, Tensor]:
@@ -247,7 +249,7 @@ def _step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None, *, cell
 
 
 class _RnnCell(torch.autograd.Function):
-    """x_gates, h_gates, h, c, cell -> h_new, c_new, activated gates. Backward is a Function again."""
+    """The arguments of a step -> h_new, c_new, activated gates. Backward is a Function again."""
 
     generate_vmap_rule = True
 
@@ -257,12 +259,12 @@ class _RnnCell(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.cell = inputs
+        x_gates, h_gates, h, c, ctx.cell = inputs
         _, c_new, activated = output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, c_new, activated)
+        ctx.save_for_backward(x_gates, h_gates, h, c, c_new, activated)
         if forward_ad._current_level >= 0:  # then under vmap marks are of no effect, and every output has a tangent
-            ctx.save_for_forward(*tensors, c_new, activated)
+            ctx.save_for_forward(x_gates, h_gates, h, c, c_new, activated)
         elif ctx.cell == LSTM:
             ctx.mark_non_differentiable(activated)
         else:
@@ -270,31 +272,37 @@ class _RnnCell(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any) -> Any:
-        tensors = ctx.saved_tensors
-        h = tensors[2]
+        x_gates, h_gates, h, c, c_new, activated = ctx.saved_tensors
         if grad_h is None:
             grad_h = torch.zeros_like(h)
+        arguments = RnnCellBackward(grad_h, grad_c, x_gates, h_gates, h, c, c_new, activated, ctx.cell)
         grad_x, grad_hg, grad_h_prev, grad_c_prev = apply(
-            _RnnCellBackward, _RnnCellBackwardEager, torch.is_grad_enabled(), grad_h, grad_c, *tensors, ctx.cell
+            _RnnCellBackward, _RnnCellBackwardEager, torch.is_grad_enabled(), *arguments
         )
         if ctx.cell == LSTM:
             return grad_x, grad_x, None, grad_c_prev, None
         return (grad_x, grad_hg, grad_h_prev, None, None) if ctx.cell == GRU else (grad_x, grad_x, None, None, None)
 
     @staticmethod
-    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        *tensors, _, activated = ctx.saved_tensors
-        h, c = tangents(lambda *t: _step(*t, cell=ctx.cell), tensors, directions[:4])
-        return h, c, torch.zeros_like(activated)
+    def jvp(ctx: Any, *directions: Any) -> Any:
+        x_gates, h_gates, h, c, _, activated = ctx.saved_tensors
+        arguments = RnnCell(x_gates, h_gates, h, c, ctx.cell)
+        known = RnnCell(*directions)
+
+        def step(*differentiable: Any) -> Any:
+            return _step(*differentiable, cell=ctx.cell)
+
+        h_new, c_new = tangents(step, arguments.differentiable(), known.differentiable())
+        return h_new, c_new, torch.zeros_like(activated)
 
     @staticmethod
     def plain(*args: Any) -> Any:
-        *tensors, cell = args
-        return *_step(*tensors, cell=cell), None
+        arguments = RnnCell(*args)
+        return *_step(*arguments.differentiable(), cell=arguments.cell), None
 
 
 class _RnnCellBackward(torch.autograd.Function):
-    """Gradients of h_new and c_new, x_gates, h_gates, h, c, c_new, activated, cell -> those of the four.
+    """The arguments of a step's backward pass -> the gradients of x_gates, h_gates, h and c.
 
     Those of h_gates (where they are those of x_gates) and of h and c (where there are none) are of shape (0).
     """
@@ -302,46 +310,54 @@ class _RnnCellBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad_h: Tensor, grad_c: Tensor | None, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor | None,
-        c_new: Tensor, activated: Tensor, cell: int,
-    ) -> Any:  # fmt: skip
-        c_new_or_none = c_new if cell == LSTM else None
-        return kernel("rnn_cell_bwd", h)(grad_h, grad_c, h, c, c_new_or_none, activated, cell)
+    def forward(*args: Any) -> Any:
+        step = RnnCellBackward(*args)
+        c_new = step.c_new if step.cell == LSTM else None
+        return kernel("rnn_cell_bwd", step.h)(
+            step.grad_h, step.grad_c, step.h, step.c, c_new, step.activated, step.cell
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.cell = inputs[-1]
-        ctx.save_for_backward(*inputs[:6])
+        step = RnnCellBackward(*inputs)
+        ctx.cell = step.cell
+        saved = step.differentiable()
+        ctx.save_for_backward(*saved)
         if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*inputs[:6])
+            ctx.save_for_forward(*saved)
 
     @staticmethod
     def formula(cell: int) -> Callable[..., Any]:
+        """The gradients as a function of what is differentiable in the backward pass."""
+
         def grads(grad_h: Tensor, grad_c: Tensor | None, *inputs: Any) -> Any:
             def some(*inputs: Any) -> Any:
                 h_new, c_new = _step(*inputs, cell=cell)
                 return h_new if grad_c is None else (h_new, c_new)
 
             found = gradients(some, inputs, grad_h if grad_c is None else (grad_h, grad_c))
+            grad_x, grad_hg, grad_h_prev, grad_c_prev = found
             empty = grad_h.new_empty(0)
             if cell == GRU:
-                return *found[:3], empty
-            return found[0], empty, empty, found[3] if cell == LSTM else empty
+                return grad_x, grad_hg, grad_h_prev, empty
+            return grad_x, empty, empty, grad_c_prev if cell == LSTM else empty
 
         return grads
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        # Behind what is differentiable are c_new, activated and cell.
         return *gradients(_RnnCellBackward.formula(ctx.cell), ctx.saved_tensors, cotangents), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
-        return tangents(_RnnCellBackward.formula(ctx.cell), ctx.saved_tensors, directions[:6])
+    def jvp(ctx: Any, *directions: Any) -> Any:
+        known = RnnCellBackward(*directions)
+        return tangents(_RnnCellBackward.formula(ctx.cell), ctx.saved_tensors, known.differentiable())
 
     @staticmethod
     def plain(*args: Any) -> Any:
-        return _RnnCellBackward.formula(args[-1])(*args[:6])
+        step = RnnCellBackward(*args)
+        return _RnnCellBackward.formula(step.cell)(*step.differentiable())
 
 
 _RnnCellEager, _RnnCellBackwardEager = eager(_RnnCell), eager(_RnnCellBackward)

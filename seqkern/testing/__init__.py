@@ -4,13 +4,17 @@ The oracle is the reference in float64 on the same, already rounded, inputs. A r
 
     max|x - oracle| <= 2 * max|torch - oracle| + 2 * unit,    unit = max|(oracle + 0.3 - 0.3) - oracle| in the dtype,
 
-so that the bound scales with the problem and the dtype, and no tolerance is picked by hand. A few numbers can come
-through that sum unharmed by luck: the unit is never less than half a last place of the largest number. In float64 the
-oracle is rounded as much as the result, and both count: the bound is twice as wide. Gradients through attention's
-scores are differences, p (dp - delta), which can cancel, with one visible key to exactly 0: their unit is one
-rounding of the terms as well (`Case.terms`). No op, option or tensor has another factor. Of few numbers torch's
-largest error is small by luck now and then: where a small case breaks a bound, up to 32 draws of its inputs are
-judged as one (`check_case`).
+so the bound scales with the problem and the dtype, and no tolerance is picked by hand.
+
+- By luck a few numbers may survive that addition without error. So the unit is at least half of the last place of the
+  largest number.
+- In float64 the oracle is rounded as much as the result, and both errors count: the bound is twice as wide.
+- Gradients through attention's scores are differences, p (dp - delta), which can cancel, with one visible key to
+  exactly 0. So their unit includes one rounding of the terms (`Case.terms`).
+- With few numbers torch's largest error is small by luck now and then. Where a small case breaks a bound, up to 32
+  draws of its inputs are judged as one (`check_case`).
+
+No op, option or tensor has another factor.
 
 Example:
     >>> import torch
@@ -70,8 +74,8 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
-            "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", each of them with "_cell"
-            behind, "lstm_options" or "gru_options".
+            "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with
+            "_cell" appended, "lstm_options" or "gru_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.

@@ -1,4 +1,4 @@
-"""The error rule, and a case run in seqkern, in torch and in the reference."""
+"""The error rule, and running a case in seqkern, in torch and in the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqkern import _library
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """The error of one tensor beside torch's own: absolute maximum, the bound it must keep, and relative L2."""
+    """The error of one tensor and torch's: the largest absolute error, its bound, and the relative L2 error."""
 
     error: float
     torch_error: float
@@ -29,7 +29,7 @@ class ErrorReport:
 
     @property
     def share_of_bound(self) -> float:
-        """The error as a share of its bound: beyond 1 the rule is broken. Infinite for an error that is no number."""
+        """The error divided by its bound: above 1 the rule is broken. Infinite if the error is NaN or infinite."""
         if self.bound:
             return self.error / self.bound if math.isfinite(self.error) else math.inf
         return 0.0 if self.error == 0 else math.inf
@@ -59,8 +59,8 @@ def compare(
         torch_result: torch's result in the same dtype, same shape.
         oracle: the float64 result, same shape. Where it is infinite or NaN, `actual` must be exactly that.
         factor: how many times torch's error is allowed.
-        terms: float64, any shape: where the result is a difference, what it is the difference of. The unit is then of
-            these too: a difference that cancels to nothing still has their rounding.
+        terms: float64, any shape: the terms of a result that is a difference. The unit then includes their rounding,
+            which remains when the difference cancels.
 
     Raises:
         ValueError: the shapes differ.
@@ -73,7 +73,7 @@ def compare(
     finite = oracle.isfinite()
     same_elsewhere = bool(((wide == oracle) | (wide.isnan() & oracle.isnan()))[~finite].all())
     exact, wide = oracle[finite], wide[finite]
-    # Where torch itself is not finite, it sets no standard.
+    # Where torch is not finite, its error counts as 0.
     theirs = torch.where(theirs[finite].isfinite(), theirs[finite], exact)
 
     unit = max(_unit(exact, dtype), 0.0 if terms is None else _unit(terms[terms.isfinite()], dtype))
@@ -104,17 +104,17 @@ def _max_abs(t: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One op with inputs to run it on: the same call in seqkern, in torch and in the reference.
+    """One op and inputs for it: the same call in seqkern, in torch and in the reference.
 
-    `inputs` makes the tensors, in float64; the functions take them by name and return a tensor or a tuple of tensors.
-    Where an op is not differentiable, there are no gradients to compare.
+    `inputs` makes the tensors, in float64. The functions take them by name and return a tensor or a tuple of tensors.
+    If the op is not differentiable, gradients are not compared.
     """
 
     inputs: Callable[[torch.Generator], dict[str, Tensor]]
     ours: Callable[..., Any]
     torch: Callable[..., Any]
     reference: Callable[..., Any]
-    # The reference with each gradient that is a difference left at its first term: `compare` has both in the unit.
+    # The reference, but a gradient that is a difference is only its first term, which `compare` adds to the unit.
     terms: Callable[..., Any] | None = None
     outputs: tuple[str, ...] | None = None  # their names, as in `run`
     differentiable: bool = True
@@ -159,9 +159,9 @@ MOST_DRAWS, ELEMENTS = 32, 1 << 20
 def check_case(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> list[ErrorReport]:
     """Runs a case in `dtype` under the backend in force: one report for every output and gradient.
 
-    On the inputs of `seed`; where those break a bound and are few, on those of the next seeds too, all draws judged as
-    one. The largest of a few errors is luck, torch's too: now and then a draw breaks the rule with errors like torch's,
-    but a kernel that is wrong breaks it on all of them together.
+    Uses the inputs of `seed`. If those break a bound and are few, it adds the inputs of the next seeds and judges all
+    draws as one. The largest of a few errors is a matter of luck, for torch too: now and then a single draw breaks the
+    rule with errors like torch's, but only a wrong kernel breaks it on all of them together.
     """
     first = _draw(case, dtype, device, seed)
     reports = _judge(case, [first])
@@ -198,7 +198,7 @@ def _judge(case: Case, draws: Sequence[tuple[dict[str, Tensor], ...]]) -> list[E
 
 @contextlib.contextmanager
 def poison() -> Iterator[None]:
-    """Fills every tensor that torch allocates uninitialised with NaN: an element that no kernel wrote shows."""
+    """Fills every uninitialised tensor with NaN, so that elements that no kernel wrote are found."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""Cases of attention, with every option and in every form."""
+"""Cases of attention: every option, dense, packed and decoding."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def attention_case(
 ) -> Case:
     """The output and the log-sum-exp.
 
-    `std` is that of the queries. `mask` is "bool" or "added", of `mask_shape` or (heads, queries, keys), and hides a
-    fifth of the scores. `lengths` are those of the keys. `slopes` are "shared", (heads,), or "own", (batch, heads).
-    `packed`: the numbers of queries and of keys of the sequences of an `attention_varlen`, instead of batch, queries
-    and keys; it has three rows more than the sequences.
+    `std` is the queries' standard deviation. `mask` is "bool" or "added", of `mask_shape` or (heads, queries, keys),
+    and hides a fifth of the scores. `lengths` are the numbers of keys. `slopes` are "shared", (heads,), or "own",
+    (batch, heads). `packed` makes it a case of `attention_varlen`: the sequences' numbers of queries and of keys,
+    instead of batch, queries and keys. The tensors then have three rows more than the sequences.
     """
     if packed is not None:
         batch, queries, keys = len(packed), max(q for q, _ in packed), max(k for _, k in packed)
@@ -75,7 +75,7 @@ def attention_case(
         return tensors | ({"sinks": normal(g, heads) + 1} if sinks else {})
 
     def extra(query: Tensor) -> dict[str, Any]:
-        """The options that are tensors without gradients."""
+        """Options that are tensors without gradients."""
         found = {} if lengths is None else {"key_lengths": torch.tensor(lengths, device=query.device)}
         return found | ({"attn_mask": ~hidden.to(query.device)} if mask == "bool" else {})
 
@@ -89,7 +89,7 @@ def attention_case(
             return function(query, key, value, *limits, **tensors, **options)
 
     def with_rows(function: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-        """function(one sequence or dense batch, its diagonal, its rows of the dropout matrix) for all sequences."""
+        """Applies function(sequence or dense batch, its diagonal, its dropout rows) to all sequences."""
 
         def all_of_them(query: Tensor, key: Tensor, value: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
             tensors |= extra(query)
@@ -137,7 +137,7 @@ def attention_case(
         rows: Tensor | None = None,
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        """As `expected`, its denominators constants: of p (dp - delta) the gradients through scores keep p dp."""
+        """As `expected`, but with constant denominators: of p (dp - delta), gradients through scores keep only p dp."""
         lse = expected(query, key, value, sinks=sinks, rows=rows, **rest)[1]
         z = reference.attention_scores(query, key, **rest, **band, scale=scale, softcap=softcap or 0.0)
         weights = torch.exp(z - lse.detach().masked_fill(lse.isneginf(), 0)[..., None])
@@ -152,14 +152,14 @@ def attention_case(
     def of_torch(
         query: Tensor, key: Tensor, value: Tensor, diagonal: int, rows: Tensor, sinks: Tensor | None = None, **rest: Any
     ) -> tuple[Tensor, Tensor]:
-        # Sums over the head dimension in the other order: in float64 torch would round just as the oracle does.
+        # Sums over the head dimension in reverse: in float64 torch would otherwise round exactly like the oracle.
         query, key = query.flip(-1), key.flip(-1)
         wide = torch.promote_types(query.dtype, torch.float32)
         factor = head_dim**-0.5 if scale is None else scale
         z = query.to(wide) @ key.to(wide).repeat_interleave(heads // kv_heads, 1).mT * factor
         if softcap:
             z = softcap * torch.tanh(z / softcap)
-        # The rest is added: to scores that are 0, the reference gives what is.
+        # All other options are an added mask: what the reference makes of scores that are 0.
         nothing = torch.zeros_like(query[..., :1], dtype=wide), torch.zeros_like(key[..., :1], dtype=wide)
         z = z + reference.attention_scores(nothing[0], nothing[1], **rest, diagonal=diagonal, **band)
         if sinks is not None:
@@ -169,7 +169,7 @@ def attention_case(
         lse = z.logsumexp(-1).masked_fill(unseen[..., 0], -math.inf)
         if plain:
             visible: dict[str, Any] = {"is_causal": causal}
-            if causal and diagonal:  # torch knows the upper left alignment only
+            if causal and diagonal:  # torch has upper-left alignment only
                 visible = {"attn_mask": torch.ones_like(z[0, 0], dtype=torch.bool).tril(diagonal)}
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, scale=scale, enable_gqa=heads != kv_heads, **visible
@@ -192,7 +192,7 @@ def attention_decode_case(
 ) -> Case:
     """New tokens of sequences with `lengths` keys in their caches, of which the last are the new tokens'.
 
-    What the caches hold beyond is NaN for seqkern.
+    For seqkern the caches hold NaN beyond the lengths.
     """
     room = max(lengths) + 7
 
@@ -217,7 +217,7 @@ def attention_decode_case(
         return all_of_them
 
     def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Sums over the head dimension in the other order: in float64 torch would round just as the oracle does.
+        # Sums over the head dimension in reverse: in float64 torch would otherwise round exactly like the oracle.
         visible = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - queries)
         return torch.nn.functional.scaled_dot_product_attention(
             query.flip(-1), key.flip(-1), value, visible, enable_gqa=True

@@ -16,7 +16,7 @@ from seqkern.testing._checks import Case, normal
 def layer_norm_case(
     rows: int = 130, columns: int = 257, *, mean: float = 0.0, std: float = 1.0, centred: bool = True
 ) -> Case:
-    """A layer norm; not centred, an RMS norm."""
+    """A layer norm, or an RMS norm if not centred."""
 
     def make(g: torch.Generator) -> dict[str, Tensor]:
         tensors = {"input": normal(g, rows, columns, scale=std) + mean, "weight": normal(g, columns)}
@@ -33,7 +33,7 @@ def layer_norm_case(
     return Case(
         inputs=make,
         ours=lambda input, weight: seqkern.rms_norm(input, shape, weight, eps),
-        # Sums over rows and columns in the other order: in float64 torch would round just as the oracle does.
+        # Sums over rows and columns in reverse: in float64 torch would otherwise round exactly like the oracle.
         torch=lambda input, weight: torch.nn.functional.rms_norm(input.flip(0, 1), shape, weight.flip(0), eps).flip(
             0, 1
         ),

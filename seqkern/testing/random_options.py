@@ -1,9 +1,9 @@
-"""The error rule on random option sets: what share of the cases breaks it, and by how much.
+"""The error rule on random option sets: the share of cases that break it, and by how much.
 
     python -m seqkern.testing.random_options 2000
 
-Every case is an op with options, sizes and a dtype drawn at random, and stands for itself alone: one number decides all
-of it. It is judged as every other case is (`check_case`).
+A case is an op with random options, sizes and dtype. Its number alone determines all of them. It is judged like every
+other case (`check_case`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from seqkern.testing.rnn import rnn_case
 from seqkern.testing.rnn_cell import rnn_cell_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Of two independent roundings one is now and then more than twice the other: 0.5 % of 2,000 cases break the bound so.
+# Of two independent errors one is sometimes more than twice the other: 0.5 % of 2,000 cases break the bound that way.
 MOST_VIOLATIONS, WORST_SHARE = 0.01, 4.0
 LENGTHS = (1, 2, 3, 7, 16, 31, 33, 64, 65, 97)
 
 
 @dataclass(frozen=True)
 class RandomCase:
-    """A case, and all that makes it."""
+    """A case and its description."""
 
     op: str
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class RandomCase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case: its reports, and the one that comes closest to its bound or is furthest beyond it."""
+    """The reports of a case, and the worst of them: the closest to its bound, or the furthest beyond it."""
 
     case: RandomCase
     reports: list[ErrorReport]
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of all outcomes: the share of cases with a violation, and the largest error as a share of its bound."""
+    """All outcomes: the number of cases with a violation, and the largest error as a share of its bound."""
 
     cases: int
     tensors: int
@@ -66,7 +66,7 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """Whether violations are as few and as small as those of right kernels."""
+        """Whether violations are as few and as small as those of correct kernels."""
         return self.violations <= max(1, MOST_VIOLATIONS * self.cases) and self.worst_share <= WORST_SHARE
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Summary:
 
 
 def random_case(number: int) -> RandomCase:
-    """The case that a number stands for, on every machine the same."""
+    """The case of a number, the same on every machine."""
     rng = random.Random(number)
     op, make = rng.choice(
         [("attention", _attention)] * 5
@@ -92,14 +92,14 @@ def random_case(number: int) -> RandomCase:
 
 
 def outcomes(count: int, first: int = 0) -> Iterator[Outcome]:
-    """Runs `count` cases from number `first` on, under the backend and the tier in force."""
+    """Runs `count` cases from number `first` on, under the active backend and tier."""
     for number in range(first, first + count):
         case = random_case(number)
         yield Outcome(case, check_case(case.case, case.dtype, seed=number))
 
 
 def summarise(found: list[Outcome]) -> Summary:
-    """What the report and the tests say of outcomes."""
+    """The summary of outcomes, for the report and the tests."""
     worst = max(found, key=lambda outcome: (not outcome.worst.passed, outcome.worst.share_of_bound), default=None)
     return Summary(
         cases=len(found),
@@ -111,7 +111,7 @@ def summarise(found: list[Outcome]) -> Summary:
 
 
 def _options(rng: random.Random, chance: float, **choices: Any) -> dict[str, Any]:
-    """Each option with that chance, its value drawn from its choices."""
+    """Draws each option with that chance, and its value from its choices."""
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < chance}
 
 
@@ -147,7 +147,7 @@ def _attention(rng: random.Random) -> tuple[dict[str, Any], Case]:
 
 def _packed(rng: random.Random) -> tuple[dict[str, Any], Case]:
     packed = [(rng.choice((0, *LENGTHS)), rng.choice((0, *LENGTHS))) for _ in range(rng.randint(1, 4))]
-    packed.append((3, 5))  # a batch of empty sequences has nothing to compare
+    packed.append((3, 5))  # empty sequences alone would leave nothing to compare
     options = {"packed": packed} | _heads(rng) | _score_options(rng)
     return options, attention_case(**options)
 
@@ -182,7 +182,7 @@ def _rnn(rng: random.Random) -> tuple[dict[str, Any], Case]:
         recompute=(True,),
     )
     if cell == "rnn_relu" and not options.get("bias", True):
-        options.pop("norms", None)  # the case keeps off the bend by its biases
+        options.pop("norms", None)  # the case's biases keep the gates away from the kink
         options["bias"] = True
     if cell == "lstm":
         options |= _options(rng, 0.3, projection=(1, 5), peepholes=(True,))

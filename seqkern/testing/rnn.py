@@ -35,9 +35,9 @@ def rnn_case(
     resets: bool = False,
     recompute: bool = False,
 ) -> Case:
-    """Output and final state of `seqkern.lstm` and its like; `std` is that of the input, and scales what the gates see.
+    """Output and final state of `seqkern.lstm`, `gru` and so on. `std` is the input's, and scales the gates' inputs.
 
-    torch is torch's own network where it has the options, elsewhere a loop over torch's ops in the same dtype.
+    For torch: its own network where it has the options, otherwise a loop over torch's ops in the same dtype.
     """
     kind, directions, width = CELLS[cell], 2 if bidirectional else 1, projection or hidden
     groups = GATES[kind]
@@ -67,13 +67,13 @@ def rnn_case(
             tensors[name] = normal(g, num_layers * directions, batch, size, scale=0.5)
         for name, shape in shapes.items():
             tensors[name] = normal(g, *shape, scale=max(hidden, shape[-1] if name.startswith("w_ih") else 1) ** -0.5)
-            if kind == RNN_RELU:  # where it bends, an error of the last place is one of the whole gradient: stay away
+            if kind == RNN_RELU:  # stay away from the kink: there a rounding error changes the whole gradient
                 tensors[name] *= 0.25
                 if name.startswith("b_ih" if bias else "norm_ih bias"):
                     tensors[name] += 4 - 8 * (torch.arange(hidden) % 2)
-            if name.startswith("w_hh") and hidden == 1:  # larger ones make gradients grow from step to step
+            if name.startswith("w_hh") and hidden == 1:  # larger weights make gradients grow from step to step
                 tensors[name] *= 0.5
-            if name.startswith("norm") and "weight" in name:  # one for U h does, too
+            if name.startswith("norm") and "weight" in name:  # a gain of 1 for U h does the same
                 tensors[name] += 0.25 if "_hh" in name else 1
         return tensors
 
@@ -123,7 +123,7 @@ def rnn_case(
         return x, *(torch.cat(each) for each in zip(*states, strict=True))
 
     def masks(layer: int, dtype: torch.dtype) -> tuple[Any, Any]:
-        """A layer's factors of h (D, B, P), and where zoneout keeps the old h and c, two times (D, T, B, H or P)."""
+        """A layer's factors of h, (D, B, P), and where zoneout keeps the old h and c, each (D, T, B, P or H)."""
         factors: Any = None
         stays: list[Any] = [None, None]
         if training and recurrent_dropout:
@@ -138,8 +138,8 @@ def rnn_case(
         return factors, stays
 
     def of_torch(input: Tensor, h0: Tensor, c0: Any = None, **tensors: Tensor) -> Any:
-        # The same network with its sequences, features and units in the other order: in float64 torch would otherwise
-        # round just as the oracle does.
+        # The same network with its sequences, features and hidden units in reverse: in float64 torch would otherwise
+        # round exactly like the oracle.
         def units(t: Tensor, dim: int, number: int) -> Tensor:
             return t.unflatten(dim, (number, -1)).flip(dim + 1).flatten(dim, dim + 1)
 
@@ -183,7 +183,7 @@ def rnn_case(
         return padded, *(t[:, back] for t in state)
 
     def loop(x: Tensor, state: list[Tensor], tensors: dict[str, Tensor], ends: Tensor | None) -> Any:
-        """What one writes with torch's ops, in the order of `of_torch`."""
+        """A loop over torch's ops, with sums in the order of `of_torch`."""
         F, device = torch.nn.functional, x.device
         flipped_borders = (
             borders.flip(1).to(device) if resets else torch.zeros(steps, batch, dtype=torch.bool, device=device)

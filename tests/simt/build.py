@@ -1,4 +1,4 @@
-"""Compiles the project's CUDA sources for the host executor: `library(sanitize)` for all `csrc/**/*_cuda.cu`.
+"""Compiles the project's CUDA sources for the host executor: `library(sanitize)` for all of `csrc/**/*.cu`.
 
 Ninja does the incremental work, in build/simt. With `sanitize`, kernels are compiled with AddressSanitizer and
 UndefinedBehaviorSanitizer, and Python has to be started with `environment(...)`. With `race`, every access to memory
@@ -43,7 +43,9 @@ def torch_root() -> Path:
 
 def library(sanitize: bool = False, race: bool = False) -> Path:
     """All CUDA kernels of the project, registered under the CPU key when the library is loaded."""
-    return build("kernels", sorted(CSRC.rglob("*_cuda.cu")), sanitize, race)
+    # In the place of launch.cu, which calls CUDA's runtime, is simt_host.cpp.
+    sources = sorted(path for path in CSRC.rglob("*.cu") if path.name != "launch.cu")
+    return build("kernels", sources, sanitize, race)
 
 
 def build(name: str, sources: Sequence[Path], sanitize: bool = False, race: bool = False) -> Path:

@@ -3,7 +3,7 @@
 // to each other; `Fault` takes one thing out.
 #pragma once
 
-#include "cuda_device.cuh"
+#include "common/cuda/device.cuh"
 
 namespace seqkern {
 

@@ -2,7 +2,7 @@
 #include <string>
 #include <tuple>
 
-#include "cuda_launch.h"
+#include "common/cuda/launch.h"
 #include "planted.cuh"
 
 namespace seqkern {

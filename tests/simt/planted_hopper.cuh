@@ -5,8 +5,8 @@
 // wgmma; the product leaves by TMA, or is added to float32 in memory.
 #pragma once
 
-#include "attention/attention_mma_cuda.cuh"
-#include "hopper_cuda.cuh"
+#include "attention/cuda/mma.cuh"
+#include "common/cuda/hopper/device.cuh"
 
 namespace seqkern {
 

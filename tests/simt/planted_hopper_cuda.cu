@@ -1,5 +1,5 @@
 // The kernels of planted_hopper.cuh as torch ops.
-#include "hopper_launch.h"
+#include "common/cuda/hopper/launch.h"
 #include "planted_hopper.cuh"
 
 namespace seqkern {

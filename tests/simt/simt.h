@@ -1,4 +1,4 @@
-// CUDA's own names, and the functions of csrc/common/cuda_device.cuh that stand for instructions, on the host: what
+// CUDA's own names, and the functions of csrc/common/cuda/device.cuh that stand for instructions, on the host: what
 // the project's kernels are compiled against when SK_SIMT is defined. simt_core.h tells how the threads are scheduled.
 //
 // Dynamic shared memory is filled with NaN bytes before a block starts, and so is the target of cp_async_16 and

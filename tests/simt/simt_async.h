@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "hopper_cuda.cuh"
+#include "common/cuda/hopper/device.cuh"
 
 namespace simt {
 

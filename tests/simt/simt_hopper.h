@@ -1,4 +1,4 @@
-// The functions of csrc/common/hopper_cuda.cuh on the host: instructions that go on behind the thread's back.
+// The functions of csrc/common/cuda/hopper/device.cuh on the host: instructions that go on behind the thread's back.
 //
 // A product (wgmma) reads its operands in shared memory at a moment that the schedule draws, between the call of the
 // warpgroup's last thread and the first wgmma_wait that covers it; until a thread's own wait its sums hold a NaN of

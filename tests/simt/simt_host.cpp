@@ -1,7 +1,7 @@
-// The host half of csrc/common/cuda_launch.h and hopper_launch.h for CPU tensors, which stand for the GPU's memory
-// here.
-#include "cuda_launch.h"
-#include "hopper_launch.h"
+// The host half of csrc/common/cuda/launch.h and csrc/common/cuda/hopper/launch.h for CPU tensors, which stand for the
+// GPU's memory here.
+#include "common/cuda/hopper/launch.h"
+#include "common/cuda/launch.h"
 
 namespace seqkern {
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "cuda_device.cuh"
+#include "common/cuda/device.cuh"
 #include "simt_product.h"
 
 namespace simt {

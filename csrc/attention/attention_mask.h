@@ -1,8 +1,0 @@
-// What a mask's elements are. Torch-free.
-#pragma once
-
-namespace seqkern {
-
-enum class MaskType : int { none, boolean, f64, f32, bf16, f16 };
-
-}  // namespace seqkern

@@ -1,0 +1,85 @@
+// The fast path of dense attention without mask, slopes, sinks or dropout.
+#include "node.h"
+
+#include <cmath>
+
+#include "ops.h"
+
+namespace seqkern::direct {
+namespace {
+
+const Function<attention_fwd> forward("attention_fwd");
+const Function<attention_bwd> backward("attention_bwd");
+constexpr auto none = std::nullopt;
+
+// Whole numbers that a node keeps as double.
+constexpr int64_t kLargest = int64_t{1} << 52;
+
+// saved: query, key, value, lse, then out; numbers: diagonal, left, right, scale, softcap.
+const Rule kAttention("AttentionNode", [](const Call& call) -> variable_list {
+  const NativeTensor &query = call.saved[0], &key = call.saved[1], &grad = call.grads[0], &out = call.saved[4];
+  if (grad.sizes() != out.sizes() || grad.scalar_type() != out.scalar_type()) return {};
+  const auto number = [&](size_t n) { return static_cast<int64_t>(call.numbers[n]); };
+  const auto [grad_query, grad_key, grad_value, unused, unused_too] =
+      backward(stable(grad), none, stable(query), stable(key), stable(call.saved[2]), stable(out),
+               stable(call.saved[3]), none, none, none, none, none, none, query.size(2), key.size(2), number(0), false,
+               number(1), number(2), call.numbers[3], call.numbers[4], 0.0, false, false);
+  const auto needed = [&](size_t n, const Tensor& t) { return call.needs[n] ? native(t) : NativeTensor(); };
+  return {needed(0, grad_query), needed(1, grad_key), needed(2, grad_value)};
+});
+
+// A side of a window: none, or a number from -1 (none) on.
+bool read_side(PyObject* object, int64_t& side) {
+  side = -1;
+  return object == Py_None || (read_integer(object, side) && -1 <= side && side < kLargest);
+}
+
+// (query, key, value, causal, at the lower right, window, scale, softcap, one key head for each query head) -> output.
+PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
+  const NativeTensor *query = read(arguments[0]), *key = read(arguments[1]), *value = read(arguments[2]);
+  bool causal, lower_right, equal_heads;
+  if (!query || !key || !value || query->dim() != 4 || key->dim() != 4 || value->dim() != 4) return nullptr;
+  if (query->scalar_type() != key->scalar_type() || query->scalar_type() != value->scalar_type()) return nullptr;
+  if (!read_flag(arguments[3], causal) || !read_flag(arguments[4], lower_right) ||
+      !read_flag(arguments[8], equal_heads))
+    return nullptr;
+  if (query->size(0) != key->size(0) || key->size(0) != value->size(0) || key->size(1) != value->size(1))
+    return nullptr;
+  if (equal_heads ? query->size(1) != key->size(1) : query->size(1) % key->size(1) != 0) return nullptr;
+  const int64_t queries = query->size(2), keys = key->size(2);
+  PyObject* window = arguments[5];
+  int64_t left = -1, right = -1;
+  if (window != Py_None) {
+    if (!PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2) return nullptr;
+    if (!read_side(PyTuple_GET_ITEM(window, 0), left) || !read_side(PyTuple_GET_ITEM(window, 1), right)) return nullptr;
+  }
+  if (causal) right = 0;
+  const int64_t diagonal = lower_right && (causal || window != Py_None) ? keys - queries : 0;
+  double scale = 1 / std::sqrt(static_cast<double>(query->size(3))), softcap = 0;
+  if (arguments[6] != Py_None && !(read_number(arguments[6], scale) && std::abs(scale) <= 3.4e38)) return nullptr;
+  if (arguments[7] != Py_None && !read_number(arguments[7], softcap)) return nullptr;
+  if (softcap != 0 && !(1e-30 <= softcap && softcap <= 3.4e38)) return nullptr;
+
+  NativeTensor out, lse;
+  {
+    const WithoutPython free;
+    const auto results = forward(stable(*query), stable(*key), stable(*value), none, none, none, none, none, none, none,
+                                 queries, keys, diagonal, false, left, right, scale, softcap, 0.0);
+    out = native(std::get<0>(results)), lse = native(std::get<1>(results));
+  }
+  if (wanted({query, key, value}))
+    remember({.rule = kAttention,
+              .inputs = {query, key, value},
+              .results = {out},
+              .saved = {*query, *key, *value, lse},
+              .saved_results = {0},
+              .kept = {},
+              .numbers = {static_cast<double>(diagonal), static_cast<double>(left), static_cast<double>(right), scale,
+                          softcap}});
+  return wrap(out);
+}
+
+SK_FRONT(attention, 9, attention)
+
+}  // namespace
+}  // namespace seqkern::direct

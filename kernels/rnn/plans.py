@@ -1,0 +1,246 @@
+"""Tiles and arguments of the recurrent kernels, chosen before a launch from shapes, dtypes and options alone."""
+
+from typing import NamedTuple
+
+import torch
+
+from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two
+from . import steps
+
+LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
+GATES = (4, 3, 1, 1)  # G: gates that a cell computes from x and h
+KEPT = (4, 4, 1, 1)  # R: values that the backward pass needs of a step; the GRU's q as well
+_CELLS = 512  # elements of a tile: 4 a thread, so that the few thousand of a step spread over the whole device
+
+
+class Problem(NamedTuple):
+    """What all kernels of one call share, as they take it."""
+
+    cell: int
+    dtype: torch.dtype
+    t: int
+    b: int
+    h: int
+    p: int  # columns of h; fewer than H with a projection
+    d: int
+    reverse: bool
+    bias: torch.Tensor | None  # (D, R H), accumulator's dtype: see `sum_biases`
+    peephole: torch.Tensor | None  # (D, 3 H), accumulator's dtype
+    norm: torch.Tensor | None  # (D, .)
+    lengths: torch.Tensor | None
+    resets: torch.Tensor | None  # uint8
+    mask: torch.Tensor | None
+    seed: torch.Tensor | None
+    zoneout_h: float
+    zoneout_c: float
+    eps: float
+    device: torch.device
+
+    @property
+    def acc(self):
+        return accumulator(self.dtype)
+
+    @property
+    def expected(self):
+        """Whether zoneout uses its expectation."""
+        return self.seed is None and (self.zoneout_h > 0 or self.zoneout_c > 0)
+
+    @property
+    def width(self):
+        return GATES[self.cell] * self.h
+
+    @property
+    def kept(self):
+        return KEPT[self.cell] * self.h
+
+
+def stack(tensors):
+    """D tensors as one; None if there are none."""
+    return None if not tensors else tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def sum_biases(cell, b_ih, b_hh, acc):
+    """(D, R H): for the GRU the sums of b_ih and b_hh for r and z, then b_in and b_hn."""
+    if not b_hh:
+        return None
+    recurrent = stack(b_hh).to(acc)
+    input = stack(b_ih).to(acc) if b_ih else torch.zeros_like(recurrent)
+    if cell != GRU:
+        return (input + recurrent).contiguous()
+    both = recurrent.size(1) // 3 * 2
+    return torch.cat([(input + recurrent)[:, :both], input[:, both:], recurrent[:, both:]], 1)
+
+
+def prepare(
+    input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell,
+    reverse,
+):  # fmt: skip
+    (t, b), (d, _, p), acc = input.shape[:2], h0.shape, accumulator(input.dtype)
+    h = w_hh[0].size(0) // GATES[cell]
+    zones = zoneout_h > 0 or zoneout_c > 0
+    if norm and h > longest(acc):
+        raise NotImplementedError(
+            f"seqkern rnn: with layer norm the Triton kernels take hidden sizes up to {longest(acc)} in "
+            f'{input.dtype}, got {h}; use_backend("reference") runs any'
+        )
+    return Problem(
+        cell, input.dtype, t, b, h, p, d, reverse,
+        sum_biases(cell, b_ih, b_hh, acc),
+        stack([each.reshape(3 * h) for each in peephole]).to(acc).contiguous() if peephole else None,
+        stack(norm).contiguous() if norm else None,
+        None if lengths is None else lengths.contiguous(),
+        None if resets is None else resets.contiguous().view(torch.uint8),
+        None if recurrent_mask is None else recurrent_mask.contiguous(),
+        seed.contiguous() if zones and seed is not None else None,
+        float(zoneout_h), float(zoneout_c), float(eps), h0.device,
+    )  # fmt: skip
+
+
+def single(h, cell):
+    """One step of one direction, without options."""
+    b, columns = h.shape
+    return Problem(cell, h.dtype, 1, b, columns, columns, 1, False, *(None,) * 7, 0.0, 0.0, 0.0, h.device)
+
+
+def row_sums(problem):
+    """Where the scan sums the gradients of norm and peepholes, one row for each row of the batch."""
+    return [
+        None if weight is None else weight.new_zeros((problem.d, problem.b, weight.size(1)))
+        for weight in (problem.norm, problem.peephole)
+    ]
+
+
+def longest(acc):
+    """The longest rows that a program normalises: the backward kernel keeps some twenty tiles of them in registers."""
+    return 1024 if acc == torch.float64 else 2048
+
+
+def _step(name, kernel, problem, pointers, numbers, strides, columns, constants, rows=None, whole=False, step=None):
+    """One launch over the tiles of (rows, columns) of all directions; `numbers` are its scalars in order."""
+    rows = problem.b if rows is None else rows
+    if whole:
+        block_h = max(16, power_of_two(columns))
+        warps = min(16, max(4, block_h // 128))
+    else:
+        block_h, warps = min(128, max(16, power_of_two(columns))), 4
+    constants = {
+        **constants,
+        "ACC": TRITON_DTYPE[problem.acc],
+        "ALIGNED": all(n % 8 == 0 for n in (columns, *strides)),
+        "BLOCK_B": max(1, _CELLS // block_h),
+        "BLOCK_H": block_h,
+    }
+    grid = (problem.d * cdiv(rows, constants["BLOCK_B"]) * cdiv(columns, block_h),)
+    sizes = (problem.t, problem.b, columns, problem.d, int(problem.reverse))
+    last = () if step is None else (step,)
+    return Launch(f"rnn_{name}", kernel, grid, (*pointers, *numbers, *sizes, *last), constants, warps)
+
+
+def _threshold(probability):
+    return dropout_scalars(probability)[1]
+
+
+def _cell_constants(problem):
+    return {"CELL": problem.cell, "G": GATES[problem.cell], "EXPECTED": problem.expected}
+
+
+def strides_of(x):
+    """Strides of directions, times and rows of (D, T, B, .). (B, .) is one step of one direction."""
+    return (0, 0, x.stride(0)) if x.dim() == 2 else tuple(x.stride()[:3])
+
+
+def cell_forward(
+    problem, x, product, h, c, h_new, c_new, operand=None, output=None, cells=None, gates=None, products=None,
+    hidden=None,
+):  # fmt: skip
+    """x (D, T, B, G H), or (B, G H); product (D B, G H); h, c (D B, H), which like their new values may be
+    non-contiguous."""
+    pointers = (
+        x, product, problem.bias, problem.norm, problem.peephole, problem.lengths, problem.resets, problem.mask,
+        problem.seed, h, c, h_new, c_new, operand, output, cells, gates, products, hidden,
+    )  # fmt: skip
+    strides = (*strides_of(x), product.stride(0), *(0 if s is None else s.stride(0) for s in (h, c)))
+    numbers = (
+        strides[:3], *strides[3:], _threshold(problem.zoneout_h), _threshold(problem.zoneout_c), problem.zoneout_h,
+        problem.zoneout_c, problem.eps,
+    )  # fmt: skip
+    whole = problem.norm is not None
+    return _step(
+        "cell_forward", steps.cell_forward_kernel, problem, pointers, numbers, strides, problem.h,
+        _cell_constants(problem), whole=whole, step=0,
+    )  # fmt: skip
+
+
+def state_forward(problem, projected, h, operand, output):
+    pointers = (projected, problem.lengths, problem.resets, problem.mask, problem.seed, h, operand, output)
+    numbers = (_threshold(problem.zoneout_h), problem.zoneout_h)
+    constants = {"EXPECTED": problem.expected}
+    return _step(
+        "state_forward", steps.state_forward_kernel, problem, pointers, numbers, (), problem.p, constants, step=0
+    )
+
+
+def operands(problem, output, h0, result):
+    pointers = (output, h0, problem.lengths, problem.resets, problem.mask, result)
+    rows = problem.t * problem.b
+    return _step("operands", steps.operand_kernel, problem, pointers, (), (), problem.p, {}, rows)
+
+
+def all_gates(problem, x, products, c0, cells, gates, kept):
+    pointers = (
+        x, products, problem.bias, problem.norm, problem.peephole, problem.lengths, problem.resets, c0, cells, gates,
+        kept,
+    )  # fmt: skip
+    strides = strides_of(x)
+    constants = {"CELL": problem.cell, "G": GATES[problem.cell]}
+    return _step(
+        "gates", steps.gates_kernel, problem, pointers, (strides, problem.eps), strides, problem.h, constants,
+        problem.t * problem.b, whole=problem.norm is not None,
+    )  # fmt: skip
+
+
+def cell_backward(
+    problem, grad_output, direct, recurrent, grad_hidden, grad_c, grad_cells, gates, cells, c0, output, h0, products,
+    grad_x, grad_h_gates, direct_new, grad_c_new, hidden, norm_sums, peephole_sums,
+):  # fmt: skip
+    """grad_output (T, B, D P); direct, grad_c (D B, H); grad_h_gates (D, T, B, G H), hidden (D, T, B, H)."""
+    pointers = (
+        grad_output, direct, recurrent, grad_hidden, grad_c, grad_cells, gates, cells, c0, output, h0, products,
+        problem.norm, problem.peephole, problem.lengths, problem.resets, problem.mask, problem.seed, grad_x,
+        grad_h_gates, direct_new, grad_c_new, hidden, norm_sums, peephole_sums,
+    )  # fmt: skip
+    strides = (
+        *_pair(grad_output), *(0 if s is None else s.stride(0) for s in (direct, grad_c)), *_pair(grad_h_gates),
+        *_pair(hidden),
+    )  # fmt: skip
+    numbers = (
+        strides[:2], *strides[2:4], strides[4:6], strides[6:8], _threshold(problem.zoneout_h),
+        _threshold(problem.zoneout_c), problem.zoneout_h, problem.zoneout_c, problem.eps,
+    )  # fmt: skip
+    return _step(
+        "cell_backward", steps.cell_backward_kernel, problem, pointers, numbers, strides, problem.h,
+        _cell_constants(problem), whole=problem.norm is not None, step=0,
+    )  # fmt: skip
+
+
+def _pair(tensor):
+    """The first two strides; (0, 0) for None."""
+    return (0, 0) if tensor is None else tuple(tensor.stride()[:2])
+
+
+def state_backward(problem, grad_output, direct, recurrent, grad_new):
+    pointers = (
+        grad_output, direct, recurrent, problem.lengths, problem.resets, problem.mask, problem.seed, grad_new,
+    )  # fmt: skip
+    strides = (*_pair(grad_output), *_pair(grad_new))
+    numbers = (strides[:2], strides[2:], _threshold(problem.zoneout_h), problem.zoneout_h)
+    constants = {"EXPECTED": problem.expected}
+    return _step(
+        "state_backward", steps.state_backward_kernel, problem, pointers, numbers, strides, problem.p, constants,
+        step=0,
+    )  # fmt: skip
+
+
+def first_state(problem, direct, recurrent, grad_h0):
+    pointers = (direct, recurrent, problem.lengths, problem.resets, problem.mask, grad_h0)
+    return _step("first_state", steps.first_state_kernel, problem, pointers, (), (), problem.p, {})
