@@ -57,7 +57,7 @@ PROOFS = {
     "test_rnn_scan_cuda": RECURRENT,
     "test_triton_aot": Proof(TRITON),
     "test_triton_driver": Proof((*TRITON, "tests/**/triton_faults.py", "tests/**/triton_launches.py")),
-    "test_cuda_build": Proof(("csrc/**/*.cu", "setup.py")),
+    "test_cuda_build": Proof(("csrc/**/*.cu", "setup.py", "setup_cuda.py")),
 }
 # Part of every proof: versions, and the schemas that the kernels are called by.
 ALWAYS = ("constraints.txt", "csrc/ops.cpp")
@@ -133,7 +133,7 @@ def _resolved(module: str, name: str, root: Path) -> Iterator[Path]:
         return
     file = _module(module, root)
     # a package itself, `import seqkern`, or a folder without a file of its own, `seqkern.kernels`
-    if file is None or (file.name == "__init__.py" and (not name or (file.parent / name).is_dir())):
+    if file is None or (not name and module == "seqkern") or (name and (file.parent / name).is_dir()):
         return
     origin = _origins(file, root).get(name) if file.name == "__init__.py" else None
     if origin is None:
@@ -183,12 +183,12 @@ def _test_module(name: str, root: Path) -> Path | None:
 
 def digest(module: str, root: Path = ROOT) -> str:
     """Of the names and contents of a module's sources; of those in tests/ the names without their folders."""
-    whole = hashlib.sha256()
+    lines = []
     for file in sources(module, root):
         relative = file.relative_to(root)
         name = relative.name if relative.parts[0] == "tests" else relative.as_posix()
-        whole.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return whole.hexdigest()
+        lines.append(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n")
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
 # ---- what is proven ------------------------------------------------------------------------------------------------

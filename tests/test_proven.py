@@ -22,7 +22,7 @@ def tree(tmp_path: Path) -> Path:
     skipped = shutil.ignore_patterns("*.so", "__pycache__", "results")
     for name in ("csrc", "kernels", "seqkern", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=skipped)
-    for name in ("constraints.txt", "setup.py", "pyproject.toml"):
+    for name in ("constraints.txt", "setup.py", "setup_cuda.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     for compiled in (ROOT / "seqkern").glob("*.so"):
         (tmp_path / "seqkern" / compiled.name).symlink_to(compiled)
@@ -53,14 +53,14 @@ def named(tree: Path, pattern: str) -> Path:
 
 # A source, a module that depends on it and one that does not. Which file includes or imports it is in no table.
 CHANGES = [
-    ("csrc/layer_norm/**/*row*.cuh", "test_layer_norm_cuda", "test_rnn_cuda"),
-    ("csrc/common/cuda_device.cuh", "test_rnn_scan_cuda", "test_triton_aot"),
-    ("csrc/**/*grad_mask*.cuh", "test_attention_backward_cuda", "test_layer_norm_cuda"),
-    ("csrc/**/*exchange*.cuh", "test_cuda_build", "test_attention_cuda"),
+    ("csrc/layer_norm/**/row.cuh", "test_layer_norm_cuda", "test_rnn_cuda"),
+    ("csrc/common/cuda/device.cuh", "test_rnn_scan_cuda", "test_triton_aot"),
+    ("csrc/**/grad_mask.cuh", "test_attention_backward_cuda", "test_layer_norm_cuda"),
+    ("csrc/**/exchange.cuh", "test_cuda_build", "test_attention_cuda"),
     ("tests/simt/simt_mma.cpp", "test_simt", "test_triton_driver"),
     ("tests/**/cuda_checks.py", "test_attention_decode_cuda", "test_simt"),
     ("kernels/_common.py", "test_triton_aot", "test_layer_norm_cuda"),
-    ("kernels/_rnn_steps.py", "test_rnn_cuda", "test_attention_forward_cuda"),
+    ("kernels/rnn/steps.py", "test_rnn_cuda", "test_attention_forward_cuda"),
     ("kernels/layer_norm.py", "test_triton_aot", "test_rnn_cuda"),
     ("seqkern/nn/rnn.py", "test_rnn_cuda_api", "test_rnn_scan_cuda"),
     ("seqkern/testing/_checks.py", "test_layer_norm_cuda", "test_triton_aot"),
@@ -127,7 +127,7 @@ def test_proven_tests_are_skipped_and_say_why(tree: Path, digest: Callable[[str]
     assert "1 passed, 1 skipped" in said, said
     assert re.search(r"proven: none of the \d+ sources of test_layer_norm_cuda changed since", said), said
     assert "2 passed" in outcome("--unchanged")
-    append(named(tree, "csrc/common/cuda_device.cuh"))
+    append(named(tree, "csrc/common/cuda/device.cuh"))
     assert "2 passed" in outcome()
 
 
