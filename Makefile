@@ -1,5 +1,6 @@
 # make demo   set everything up, then run the main job (report/index.html)
 # make test   set everything up, then run the tests
+# make prove  set everything up for every GPU target, then run the long tests that `make test` need not repeat
 # make bench  set everything up, then time every op against its peers
 # make gpu    on a machine with a GPU: build and smoke, test, time, in three stages (benchmarks/GPU.md); make gpu-1 for one
 # make versions  set everything up, then run the tests on torch 2.10, 2.11 and the newest (downloads several GB each)
@@ -18,7 +19,7 @@ TRITON_NEWEST := 3.9.0
 
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: demo test test-slow versions bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
+.PHONY: demo test test-slow prove versions bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
 
 # The demo needs kernels for the GPUs that are here, if any; test, bench and wheel build them all. What the user sets wins.
 demo: export SEQKERN_CUDA_ARCHS ?= present
@@ -31,6 +32,10 @@ test: build build/triton-$(TRITON_OLDEST)
 
 test-slow: build build/triton-$(TRITON_OLDEST) build/triton-$(TRITON_NEWEST)
 	$(PY) -m pytest -m slow
+
+# The tests that tests/proven.py lists and whose sources changed; their hashes in tests/proven.json are to be committed.
+prove: build build/triton-$(TRITON_OLDEST)
+	$(PY) tests/proven.py --prove -n $(WORKERS) --dist worksteal
 
 versions: build build/triton-$(TRITON_OLDEST)
 	WORKERS=$(WORKERS) $(PY) tests/versions.py

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import proven
 import pytest
 import torch
 
@@ -27,6 +28,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 PROCESSES = {"simt", "interpreted", "wheel", "compiled_ahead", "type_check"}  # fixtures of tests that start long ones
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--unchanged", action="store_true", help="run what is proven for these sources, too (proven.py)")
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -57,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = set(items).difference(repeated)
     items[:] = [item for item in items if item in left]
     items.sort(key=lambda item: PROCESSES.isdisjoint(getattr(item, "fixturenames", ())))
+    for item in items:
+        module = item.path.stem
+        if proven.stands_for(module, getattr(item, "fixturenames", ())):
+            item.user_properties.append(("proof", module))
+            if not config.getoption("unchanged", True) and proven.is_proven(module):
+                item.add_marker(pytest.mark.skip(reason=proven.reason(module)))
 
 
 def _repeats_avx512(call: Any) -> bool:
@@ -120,6 +131,11 @@ def interpreted() -> Callable[..., None]:
     return run
 
 
+@pytest.fixture
+def every_target() -> None:
+    """A name that tells tests/proven.py that a test reads the machine code which the build left."""
+
+
 @pytest.fixture(scope="session")
 def simt_build() -> ModuleType:
     """tests/simt/build.py."""
@@ -140,16 +156,4 @@ def simt(simt_build: ModuleType) -> Callable[..., str]:
     there, torch has one thread. Returns what it printed.
     """
 
-    def run(
-        *arguments: object, sanitize: bool = True, race: bool = False, timeout: float = 1200, **settings: object
-    ) -> str:
-        library = simt_build.library(sanitize=sanitize and not race, race=race)
-        environment = simt_build.environment(library, **settings) | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", *map(str, arguments)]
-        result = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
-
-    return run
+    return simt_build.run

@@ -227,6 +227,7 @@ def test_executor_more_samples(simt):
 OVERLAPS = {"64>": 2, "128>": 3, "wide_keys": 2, "wide_queries": 1}
 
 
+@pytest.mark.usefixtures("every_target")
 def test_products_overlap():
     kernels = machine_code("attention/cuda/hopper/backward.cu")
     found = {name: "\n".join(lines) for name, lines in kernels.items() if any("HGMMA" in line for line in lines)}

@@ -334,6 +334,7 @@ test_gpu = gpu_test(PARTS, hopper=True)
 # ---- what nvcc made of it ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("every_target")
 def test_instructions_overlap() -> None:
     kernels = machine_code("attention/cuda/hopper/forward.cu")
     found = {name: lines for name, lines in kernels.items() if "attention_forward_hopper" in name}

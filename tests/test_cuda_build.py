@@ -138,6 +138,7 @@ def complaints(text: str, budgets: list[Budget]) -> list[str]:
 needs_cuda = pytest.mark.skipif(not _library.cuda_archs(), reason="built without nvcc: there are no CUDA kernels")
 
 
+@pytest.mark.usefixtures("every_target")
 @pytest.mark.skipif(not ARCHS, reason="built without nvcc or as PTX alone: ptxas compiled nothing")
 @pytest.mark.parametrize("source", SOURCES)
 def test_kernels_keep_to_their_budgets(source, setup):
@@ -150,6 +151,7 @@ def test_kernels_keep_to_their_budgets(source, setup):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.usefixtures("every_target")
 @pytest.mark.skipif("90a" not in ARCHS, reason="not built for sm_90a")
 def test_the_probe_knows_its_architecture():
     """csrc/common/cuda/hopper/probe.cu: shared memory where the code is for sm_90a, and only there."""
@@ -170,6 +172,7 @@ FLUSHES = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("every_target")
 @pytest.mark.parametrize("source", FLUSHES)
 def test_waits_keep_the_first_level_cache(source):
     kernels = machine_code(source)
@@ -180,6 +183,7 @@ def test_waits_keep_the_first_level_cache(source):
         assert found <= most, (name, found)
 
 
+@pytest.mark.usefixtures("every_target")
 def test_recurrent_steps_read_no_parameters_of_memory():
     """In a cluster every step empties the first-level cache: biases and norms are in shared memory, weights on chip.
 
@@ -192,6 +196,7 @@ def test_recurrent_steps_read_no_parameters_of_memory():
         assert {read for read in reads if ".128" not in read} == set(), name
 
 
+@pytest.mark.usefixtures("every_target")
 @pytest.mark.skipif("90a" not in ARCHS, reason="not built for sm_90a")
 @pytest.mark.parametrize("source", FLUSHES)
 def test_registers_of_warps_that_hand_them_on(source):

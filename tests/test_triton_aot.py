@@ -3,11 +3,19 @@
 The quick tests share the common configurations among the architectures; the slow ones compile all for each.
 
 The configurations come from the launchers themselves (`aot_configurations` in each kernel file), so what is checked
-is what runs. They are compiled in a process of their own, where TRITON_INTERPRET is unset whatever this one has.
+is what runs. They are compiled in a process of their own, where TRITON_INTERPRET is unset whatever this one has:
+
+    python tests/test_triton_aot.py attention 80 --thorough
+    python tests/test_triton_aot.py attention 80 --thorough --first 400      goes on where a run ended
+    python tests/test_triton_aot.py attention 80 --thorough --only "grad_query.*bfloat16-D64-.*mask"
+
+It prints a line of JSON for each configuration as soon as that is compiled, and progress and failures to stderr; all
+attention takes half an hour of a core for each GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -16,7 +24,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,11 +52,14 @@ def takes_part(module: str, arch: int, i: int) -> bool:
     return turns[(i + i // len(turns)) % len(turns)] == arch  # forward and backward follow each other in the list
 
 
-def compile_module(module: str, arch: int, thorough: bool, tf32: bool) -> list[dict[str, Any]]:
-    """Compiles the configurations of seqkern.kernels.<module>; what ptxas reports of each.
+def compile_module(
+    module: str, arch: int, thorough: bool, tf32: bool, first: int = 0, only: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Compiles the configurations of seqkern.kernels.<module>; what ptxas reports of each, as it does.
 
-    Triton's own JIT binds and specialises the arguments, tensors on the meta device among them: what is checked is what
-    a call compiles (but for pointers that are not multiples of 16 and strides of 1: see test_triton_driver.py).
+    Those from number `first` on whose name matches `only`; with tf32, those that it changes. Triton's own JIT binds and
+    specialises the arguments, tensors on the meta device among them: what is checked is what a call compiles (but for
+    pointers that are not multiples of 16 and strides of 1: see test_triton_driver.py).
     """
     import triton
     from triton_driver import compile_only
@@ -56,12 +67,14 @@ def compile_module(module: str, arch: int, thorough: bool, tf32: bool) -> list[d
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
     torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
-    reports = []
     known: dict[Any, dict[str, Any]] = {}  # head dimensions are arguments: many configurations are the same kernel
     kernels = importlib.import_module(f"seqkern.kernels.{module}")
     with compile_only(arch):
-        for i, (name, launch) in enumerate(kernels.aot_configurations(SHARED_MEMORY[arch], thorough)):
+        configurations = list(kernels.aot_configurations(SHARED_MEMORY[arch], thorough))
+        for i, (name, launch) in enumerate(configurations):
             if not thorough and not takes_part(module, arch, i):
+                continue
+            if i < first or not re.search(only, name) or (tf32 and launch.constants.get("PRECISION") != "tf32"):
                 continue
             for parameter, value in zip(launch.kernel.params, launch.arguments, strict=False):
                 compiled_in = isinstance(value, int) and not parameter.do_not_specialize
@@ -83,27 +96,28 @@ def compile_module(module: str, arch: int, thorough: bool, tf32: bool) -> list[d
                     "threads": 32 * launch.num_warps,
                     "shared": compiled.metadata.shared,
                 }
-            reports.append({"name": name} | known[compiled])
-    return reports
+            yield {"number": i, "of": len(configurations), "name": name} | known[compiled]
+
+
+def fits(report: dict[str, Any], arch: int) -> bool:
+    return (
+        (not report["spills"] or metadata.version("triton") != PINNED)
+        and report["registers"] <= REGISTERS
+        and report["registers"] * report["threads"] <= REGISTER_FILE
+        and report["shared"] <= SHARED_MEMORY[arch]
+    )
 
 
 def check(module: str, arch: int, thorough: bool = False, tf32: bool = False) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, __file__, module, str(arch), str(int(thorough)), str(int(tf32))]
+    command = [sys.executable, __file__, module, str(arch)]
+    command += ["--thorough"] * thorough + ["--tf32"] * tf32
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    reports = json.loads(result.stdout.splitlines()[-1])
-    assert reports
-    failed = [
-        report
-        for report in reports
-        if (report["spills"] and metadata.version("triton") == PINNED)
-        or report["registers"] > REGISTERS
-        or report["registers"] * report["threads"] > REGISTER_FILE
-        or report["shared"] > SHARED_MEMORY[arch]
-    ]
+    assert result.stdout, result.stderr
+    failed = [report for report in map(json.loads, result.stdout.splitlines()) if not fits(report, arch)]
     assert not failed, "\n".join(map(str, failed))
+    assert result.returncode == 0, result.stderr
 
 
 # Tiles are chosen for what this version makes of registers. On 3.6.0 two of the common configurations spill: folding of
@@ -136,6 +150,26 @@ def test_attention_in_tf32_fits(arch: int) -> None:
     check("attention", arch, thorough=True, tf32=True)
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("module", choices=SLICES)
+    parser.add_argument("arch", type=int, choices=SHARED_MEMORY)
+    parser.add_argument("--thorough", action="store_true", help="every configuration, not the common ones alone")
+    parser.add_argument("--tf32", action="store_true", help="with TF32 allowed; only what that changes")
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of the configuration to begin with")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="that a configuration's name contains")
+    options = parser.parse_args()
+    failures = 0
+    for report in compile_module(**vars(options)):
+        print(json.dumps(report), flush=True)
+        position = f"[{report['number']}/{report['of']}]"
+        if fits(report, options.arch):
+            print(f"{position} {report['name']}", file=sys.stderr, flush=True)
+        else:
+            failures += 1
+            print(f"{position} FAILED {report}", file=sys.stderr, flush=True)
+    return min(failures, 1)
+
+
 if __name__ == "__main__":
-    module, arch, thorough, tf32 = sys.argv[1:]
-    print(json.dumps(compile_module(module, int(arch), thorough == "1", tf32 == "1")))
+    sys.exit(main())

@@ -114,6 +114,20 @@ def environment(path: Path, **settings: object) -> dict[str, str]:
     return result
 
 
+def run(
+    *arguments: object, sanitize: bool = True, race: bool = False, timeout: float = 1200, **settings: object
+) -> str:
+    """Runs `python arguments` in the executor, for the tests' fixture `simt`; what it printed."""
+    path = library(sanitize=sanitize and not race, race=race)
+    variables = environment(path, **settings) | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", *map(str, arguments)]
+    result = subprocess.run(
+        command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 def compiler_library(name: str) -> str:
     command = [*os.environ.get("CXX", "g++").split(), f"-print-file-name={name}"]
     return str(Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()).resolve())
