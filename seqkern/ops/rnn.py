@@ -22,6 +22,8 @@ from seqkern.ops._rnn_checks import (
     GATES,
     GRU,
     LSTM,
+    RNN_RELU,
+    RNN_TANH,
     Sizes,
     autocast,
     check_layers,
