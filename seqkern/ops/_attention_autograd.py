@@ -1,13 +1,12 @@
 """Attention's derivatives, fake kernels and batching rules: what stands between its API and its kernels.
 
-Its arguments, in the kernels' order: query, key, value, then attn_mask, query_starts, key_starts, key_lengths,
-alibi_slopes, sinks and seed, each a tensor or None, then the numbers max_queries, max_keys, diagonal, lower_right,
-left, right, scale, softcap and dropout_p. All tensors have the shapes that csrc/attention/attention.h asks for.
+Its arguments are those of `seqkern._arguments.Attention`, in the shapes that csrc/attention/attention.h asks for.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,38 +18,55 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import reference
+from seqkern._arguments import (
+    Attention,
+    AttentionBackward,
+    AttentionInputs,
+    AttentionNeeds,
+    AttentionNumbers,
+    AttentionTensors,
+    by_name,
+)
+from seqkern._direct import Context, long_way
 from seqkern._library import kernel
 from seqkern.ops._autograd import apply, eager, gradients, per_sample, tangents, wants_gradient
 
-_TENSORS, _NUMBERS = 10, 9
 
-
-def run(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+def run(backend: str, tensors: AttentionTensors, numbers: AttentionNumbers) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp by the backend's kernel, or by the reference with the reference's own derivatives.
 
     The log-sum-exp as the kernel keeps it for the backward pass: see `lse_dtype`.
     """
-    query, key, value, attn_mask, _, _, _, alibi_slopes, sinks, *_ = arguments
     if backend == "reference":
-        return formula(*arguments)
+        return formula(tensors, numbers)
+    query, key, value, attn_mask, _, _, _, alibi_slopes, sinks, _ = tensors
     wanted = wants_gradient(query, key, value, attn_mask, alibi_slopes, sinks)
-    return apply(_Attention, _AttentionEager, wanted, *arguments)
+    return apply(_Attention, _AttentionEager, wanted, *tensors, *numbers)
 
 
-def formula(*arguments: Any) -> tuple[Tensor, Tensor]:
+def formula(tensors: AttentionTensors, numbers: AttentionNumbers) -> tuple[Tensor, Tensor]:
     """The reference, from the arguments of the kernels."""
-    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed = arguments[
-        :_TENSORS
-    ]
-    _, _, diagonal, lower_right, *numbers = arguments[_TENSORS:]
-    tensors = (attn_mask, key_lengths, alibi_slopes, sinks, seed)
+    query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed = tensors
+    _, _, diagonal, lower_right, left, right, scale, softcap, dropout_p = numbers
+    options = {
+        "attn_mask": attn_mask,
+        "key_lengths": key_lengths,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "seed": seed,
+        "left": left,
+        "right": right,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+    }
     if query_starts is not None:
         return reference.attention_varlen(
-            query, key, value, query_starts, key_starts, *tensors, diagonal, lower_right, *numbers
+            query, key, value, query_starts, key_starts, diagonal=diagonal, lower_right=lower_right, **options
         )
     if lower_right:
         diagonal = diagonal + _lengths(key_lengths, key.shape[2]) - query.shape[2]
-    return reference.attention(query, key, value, *tensors, diagonal, *numbers)
+    return reference.attention(query, key, value, diagonal=diagonal, **options)
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
@@ -84,63 +100,68 @@ class _Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query: Tensor, *rest: Any) -> Any:
-        out, lse = kernel("attention_fwd", query)(query, *rest)
-        return _owned(out, rest[3] is not None), lse
+    def forward(*args: Any) -> Any:
+        tensors, _ = Attention.of(args)
+        out, lse = kernel("attention_fwd", tensors.query)(*args)
+        return _owned(out, tensors.query_starts is not None), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.numbers = inputs[_TENSORS:]
+        tensors, ctx.numbers = Attention.of(inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:_TENSORS], *output)
+        ctx.save_for_backward(*output, *tensors)
         if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*inputs[:_TENSORS], *output)
+            ctx.save_for_forward(*output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
+        out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:
-            grad_out = torch.zeros_like(saved[_TENSORS])
-        needs = ctx.needs_input_grad
-        need_mask, need_slopes, need_sinks = needs[3], needs[7], needs[8]
+            grad_out = torch.zeros_like(out)
+        wanted, _ = Attention.of(ctx.needs_input_grad)
+        needs = AttentionNeeds(wanted.attn_mask, wanted.alibi_slopes, wanted.sinks)
         grad_query, grad_key, grad_value, *others = apply(
             _AttentionBackward, _AttentionBackwardEager, torch.is_grad_enabled(),
-            grad_out, grad_lse, *saved, *ctx.numbers, need_mask, need_slopes, need_sinks,
+            grad_out, grad_lse, out, lse, *needs, *tensors, *ctx.numbers,
         )  # fmt: skip
         others = list(others)  # to Dynamo before 2.12, the rest of a tuple is a tuple
-        grad_mask = others.pop(0) if need_mask else None
-        grad_slopes = others.pop(0) if need_slopes else None
-        grad_sinks = others.pop(0) if need_sinks else None
-        grads = (grad_query, grad_key, grad_value, grad_mask, None, None, None, grad_slopes, grad_sinks, None)
-        return *grads, *[None] * _NUMBERS
+        grad_mask = others.pop(0) if needs.mask else None
+        grad_slopes = others.pop(0) if needs.slopes else None
+        grad_sinks = others.pop(0) if needs.sinks else None
+        grads = AttentionTensors(
+            grad_query, grad_key, grad_value, attn_mask=grad_mask, alibi_slopes=grad_slopes, sinks=grad_sinks
+        )
+        return *grads, *[None] * len(ctx.numbers)
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        inputs = ctx.saved_tensors[:_TENSORS]
-        blocks = _Blocks(inputs, ctx.numbers)
+        _, _, *saved = ctx.saved_tensors
+        tensors, (directions, _) = AttentionTensors(*saved), Attention.of(input_tangents)
+        blocks = _Blocks(tensors, ctx.numbers)
 
         def of_block(block: _Block, inputs: Any, directions: Any) -> Any:
             return tangents(functools.partial(blocks.outputs, block), inputs, directions)
 
-        arguments = [(_INPUTS, _differentiable(inputs)), (_INPUTS, _differentiable(input_tangents))]
-        return blocks.map(of_block, arguments, ("row", "row"), _like_outputs(inputs))
+        arguments = [(_INPUTS, tensors.differentiable()), (_INPUTS, directions.differentiable())]
+        return blocks.map(of_block, arguments, ("row", "row"), _like_outputs(tensors))
 
     @staticmethod
     def plain(*args: Any) -> Any:
-        inputs, blocks = args[:_TENSORS], _Blocks(args[:_TENSORS], args[_TENSORS:])
+        tensors, numbers = Attention.of(args)
+        blocks = _Blocks(tensors, numbers)
 
         def of_block(block: _Block, inputs: Any) -> Any:
             return blocks.outputs(block, *inputs)
 
-        arguments = [(_INPUTS, _differentiable(inputs))]
-        out, lse = blocks.map(of_block, arguments, ("row", "row"), _like_outputs(inputs))
+        arguments = [(_INPUTS, tensors.differentiable())]
+        out, lse = blocks.map(of_block, arguments, ("row", "row"), _like_outputs(tensors))
         assert lse is not None
         row, starts = torch.arange(lse.shape[2], device=lse.device), blocks.starts["row"]
         return out, lse.masked_fill((row < starts[0]) | (row >= starts[-1]), -math.inf)
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """grad_out, grad_lse, the tensors, out, lse, the numbers, three needs -> the gradients.
+    """The arguments of the backward pass -> the gradients.
 
     They are those of query, key and value, and, as far as needed, of mask, slopes and sinks.
     """
@@ -148,36 +169,40 @@ class _AttentionBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
-        *tensors, sinks, seed, out, lse = rest[: _TENSORS + 2]
-        *numbers, need_mask, need_slopes, need_sinks = rest[_TENSORS + 2 :]
-        query, key, value, *others = tensors
+    def forward(*args: Any) -> Any:
+        grad_out, grad_lse, out, lse, needs, tensors, numbers = AttentionBackward.of(args)
+        query, key, value, attn_mask, query_starts, key_starts, key_lengths, alibi_slopes, sinks, seed = tensors
         grad_query, grad_key, grad_value, grad_mask, grad_distance = kernel("attention_bwd", query)(
-            grad_out, grad_lse, query, key, value, out, lse, *others, seed, *numbers, need_mask, need_slopes
-        )
-        results = [_owned(t, others[1] is not None) for t in (grad_query, grad_key, grad_value)]
-        if need_mask:
+            grad_out, grad_lse, query, key, value, out, lse, attn_mask, query_starts, key_starts, key_lengths,
+            alibi_slopes, seed, *numbers, needs.mask, needs.slopes,
+        )  # fmt: skip
+        results = [_owned(t, query_starts is not None) for t in (grad_query, grad_key, grad_value)]
+        if needs.mask:
             results.append(grad_mask)
-        if need_slopes:
-            results.append(-_sum_of_sequences(grad_distance, others[1]))
-        if need_sinks:
+        if needs.slopes:
+            results.append(-_sum_of_sequences(grad_distance, query_starts))
+        if needs.sinks:
             results.append(_grad_sinks(grad_out, grad_lse, out, lse, sinks))
         return tuple(results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.numbers, ctx.needs = inputs[_TENSORS + 4 : -3], inputs[-3:]
-        tensors = inputs[: _TENSORS + 2]
-        ctx.save_for_backward(*tensors)
+        grad_out, grad_lse, _, _, ctx.needs, tensors, ctx.numbers = AttentionBackward.of(inputs)
+        ctx.save_for_backward(grad_out, grad_lse, *tensors)
         if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*tensors)
+            ctx.save_for_forward(grad_out, grad_lse, *tensors)
 
     @staticmethod
-    def parts(saved: Sequence[Any], numbers: Sequence[Any], needs: Sequence[bool]) -> Any:
+    def saved(ctx: Any) -> AttentionBackward:
+        """What `setup_context` saved; out and lse are found again where they are needed."""
+        grad_out, grad_lse, *tensors = ctx.saved_tensors
+        return AttentionBackward(grad_out, grad_lse, None, None, ctx.needs, AttentionTensors(*tensors), ctx.numbers)
+
+    @staticmethod
+    def parts(arguments: AttentionBackward) -> Any:
         """The gradients of a block as a function of the cotangents and the inputs, and the roles of both."""
-        grad_out, grad_lse, *inputs = saved
-        blocks = _Blocks(inputs, numbers)
-        wanted = [0, 1, 2, *(3 + n for n, need in enumerate(needs) if need)]
+        blocks = _Blocks(arguments.tensors, arguments.numbers)
+        wanted = AttentionInputs(True, True, True, *arguments.needs)
 
         def grads(block: _Block, grad_out: Tensor, grad_lse: Tensor | None, *inputs: Any) -> Any:
             def outputs(*inputs: Any) -> Any:
@@ -185,16 +210,16 @@ class _AttentionBackward(torch.autograd.Function):
                 return out if grad_lse is None else (out, lse)
 
             # The reference computes in what the query is in here.
-            cotangents = grad_out if grad_lse is None else (grad_out, grad_lse.to(inputs[0].dtype))
-            found = gradients(outputs, inputs, cotangents)
-            return tuple(found[n] for n in wanted)
+            cotangents = grad_out if grad_lse is None else (grad_out, grad_lse.to(AttentionInputs(*inputs).query.dtype))
+            return tuple(itertools.compress(gradients(outputs, inputs, cotangents), wanted))
 
-        tensors = (grad_out, grad_lse, *_differentiable(inputs))
-        return blocks, grads, tensors, [_INPUTS[n] for n in wanted], [tensors[2 + n] for n in wanted]
+        roles = list(itertools.compress(_INPUTS, wanted))
+        like = list(itertools.compress(arguments.tensors.differentiable(), wanted))
+        return blocks, grads, arguments.differentiable(), roles, like
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        blocks, grads, tensors, roles, _ = _AttentionBackward.parts(ctx.saved_tensors, ctx.numbers, ctx.needs)
+        blocks, grads, tensors, roles, _ = _AttentionBackward.parts(_AttentionBackward.saved(ctx))
 
         def of_block(block: _Block, inputs: Any, cotangents: Any) -> Any:
             return gradients(functools.partial(grads, block), inputs, cotangents)
@@ -202,25 +227,25 @@ class _AttentionBackward(torch.autograd.Function):
         arguments = [(_COTANGENTS + _INPUTS, tensors), (roles, cotangents)]
         found = blocks.map(of_block, arguments, _COTANGENTS + _INPUTS, tensors)
         grad_out, grad_lse, query, key, value, mask, slopes, sinks = found
-        first = (grad_out, grad_lse, query, key, value, mask, None, None, None, slopes, sinks)
-        return *first, *[None] * (1 + 2 + _NUMBERS + 3)
+        of_tensors = AttentionTensors(query, key, value, attn_mask=mask, alibi_slopes=slopes, sinks=sinks)
+        of_results, of_needs, of_numbers = (None, None), [None] * len(ctx.needs), [None] * len(ctx.numbers)
+        return grad_out, grad_lse, *of_results, *of_needs, *of_tensors, *of_numbers
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        blocks, grads, tensors, roles, like = _AttentionBackward.parts(ctx.saved_tensors, ctx.numbers, ctx.needs)
+        blocks, grads, tensors, roles, like = _AttentionBackward.parts(_AttentionBackward.saved(ctx))
 
         def of_block(block: _Block, inputs: Any, directions: Any) -> Any:
             return tangents(functools.partial(grads, block), inputs, directions)
 
-        directions = (*input_tangents[:2], *_differentiable(input_tangents[2 : 2 + _TENSORS]))
+        directions = AttentionBackward.of(input_tangents).differentiable()
         known = tuple(None if t is None else d for t, d in zip(tensors, directions, strict=True))
         arguments = [(_COTANGENTS + _INPUTS, tensors), (_COTANGENTS + _INPUTS, known)]
         return blocks.map(of_block, arguments, roles, like)
 
     @staticmethod
     def plain(*args: Any) -> Any:
-        saved, numbers, needs = args[: _TENSORS + 2], args[_TENSORS + 4 : -3], args[-3:]
-        blocks, grads, tensors, roles, like = _AttentionBackward.parts(saved, numbers, needs)
+        blocks, grads, tensors, roles, like = _AttentionBackward.parts(AttentionBackward.of(args))
 
         def of_block(block: _Block, inputs: Any) -> Any:
             return grads(block, *inputs)
@@ -229,6 +254,27 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 _AttentionEager, _AttentionBackwardEager = eager(_Attention), eager(_AttentionBackward)
+
+
+@long_way("AttentionNode")
+def _backward_of_node(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Any],
+    kept: Sequence[Tensor],
+    numbers: Sequence[float],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradients of query, key and value of a plain call; they are differentiable again."""
+    query, key, value, lse, out = saved
+    diagonal, left, right, scale, softcap = numbers
+    tensors, wanted = AttentionTensors(query, key, value), AttentionTensors(*needs, *[False] * 7)
+    context: Any = Context((out, lse, *tensors), wanted)
+    context.numbers = AttentionNumbers(
+        query.shape[2], key.shape[2], int(diagonal), False, int(left), int(right), scale, softcap, 0.0
+    )
+    context.needs_input_grad = (*wanted, *[False] * len(context.numbers))
+    found = Attention.of(_Attention.backward(context, grads[0], None))
+    return found.tensors.query, found.tensors.key, found.tensors.value
 
 
 def _sum_of_rows(t: Tensor) -> Tensor:
@@ -267,20 +313,14 @@ _ALL = slice(None)
 _SCORES, _QUERIES = 1 << 18, 32  # a block has so many elements in its score matrix, but so many queries at least
 
 _COTANGENTS = ("row", "row")
-_INPUTS = ("row", "key", "key", "mask", "slopes", "sinks")
+_INPUTS = AttentionInputs(query="row", key="key", value="key", mask="mask", slopes="slopes", sinks="sinks")
 
 
-def _like_outputs(inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _like_outputs(tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
     """Sizes and dtypes of output and log-sum-exp."""
-    query, rows = inputs[0], inputs[0].shape[:3]
+    query, rows = tensors.query, tensors.query.shape[:3]
     lse = query.new_empty((), dtype=lse_dtype(query))
-    return query.new_empty(()).expand(*rows, inputs[2].shape[3]), lse.expand(rows)
-
-
-def _differentiable(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """query, key, value, additive mask, slopes and sinks, of the tensor arguments or of their tangents."""
-    mask = tensors[3]
-    return (*tensors[:3], None if mask is None or mask.dtype == torch.bool else mask, tensors[7], tensors[8])
+    return query.new_empty(()).expand(*rows, tensors.value.shape[3]), lse.expand(rows)
 
 
 @dataclass(frozen=True)
@@ -314,10 +354,10 @@ class _Block:
 class _Blocks:
     """All blocks of a call: maps functions of a block over them."""
 
-    def __init__(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
-        self.query, self.key, _, mask, query_starts, key_starts, self.lengths, _, _, self.seed = tensors[:_TENSORS]
-        _, _, diagonal, lower_right, left, right, scale, softcap, dropout_p = numbers
-        self.numbers = (left, right, scale, softcap, dropout_p)
+    def __init__(self, tensors: AttentionTensors, numbers: AttentionNumbers) -> None:
+        self.query, self.key, self.lengths, self.seed = tensors.query, tensors.key, tensors.key_lengths, tensors.seed
+        self.numbers = numbers
+        mask, query_starts, key_starts = tensors.attn_mask, tensors.query_starts, tensors.key_starts
         self.hidden = mask if mask is not None and mask.dtype == torch.bool else None
         self.packed = query_starts is not None
         batch, heads, queries = self.query.shape[:3]
@@ -329,10 +369,10 @@ class _Blocks:
         for s in range(len(starts[0]) - 1):
             (first, last), (first_key, last_key) = (at[s : s + 2] for at in starts)
             own = slice(s, s + 1) if self.packed else slice(None)
-            offset = diagonal
-            if lower_right:
+            offset = numbers.diagonal
+            if numbers.lower_right:
                 lengths = None if self.lengths is None else self.lengths[own]
-                offset = diagonal + _lengths(lengths, last_key - first_key) - (last - first)
+                offset = numbers.diagonal + _lengths(lengths, last_key - first_key) - (last - first)
             step = max(_SCORES // max(batch * heads * (last_key - first_key), 1), _QUERIES)
             self.sequences.append(
                 [
@@ -347,20 +387,30 @@ class _Blocks:
                 ]
             )
 
-    def outputs(
-        self, block: _Block, query: Tensor, key: Tensor, value: Tensor, mask: Any, *slopes_and_sinks: Any
-    ) -> Any:
+    def outputs(self, block: _Block, *inputs: Any) -> Any:
         """Output and log-sum-exp of a block, from its own parts of the inputs."""
+        query, key, value, mask, slopes, sinks = AttentionInputs(*inputs)
         rows = None
         if self.seed is not None:
             count = torch.arange(self.query.shape[:3].numel(), device=query.device)
             rows = count.view(self.query.shape[:3])[:, :, block.rows]
-        if self.hidden is not None:
-            mask = block.take("mask", self.hidden)
-        lengths = None if self.lengths is None else self.lengths[block.sequence]
-        slopes, sinks = slopes_and_sinks
-        tensors = (query, key, value, mask, lengths, slopes, sinks, self.seed)
-        return reference.attention(*tensors, block.diagonal, *self.numbers, rows)
+        return reference.attention(
+            query,
+            key,
+            value,
+            attn_mask=mask if self.hidden is None else block.take("mask", self.hidden),
+            key_lengths=None if self.lengths is None else self.lengths[block.sequence],
+            alibi_slopes=slopes,
+            sinks=sinks,
+            seed=self.seed,
+            diagonal=block.diagonal,
+            left=self.numbers.left,
+            right=self.numbers.right,
+            scale=self.numbers.scale,
+            softcap=self.numbers.softcap,
+            dropout_p=self.numbers.dropout_p,
+            rows=rows,
+        )
 
     def map(
         self,
@@ -429,18 +479,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, query
 
 @torch.library.register_fake("seqkern::attention_bwd")
 def _(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None,
-    query_starts: Tensor | None,
-    *rest: Any,
-) -> Any:
-    need_mask, need_slopes = rest[-2:]
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    attn_mask: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, key_lengths: Tensor | None,
+    alibi_slopes: Tensor | None, seed: Tensor | None, max_queries: int, max_keys: int, diagonal: int, lower_right: bool,
+    left: int, right: int, scale: float, softcap: float, dropout_p: float, need_mask: bool, need_slopes: bool,
+) -> Any:  # fmt: skip
     packed = query_starts is not None
     grad_mask = query.new_empty(0)
     if need_mask and attn_mask is not None:
@@ -452,38 +495,38 @@ def _(
 
 @torch.library.register_vmap("seqkern::attention_fwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _fold(torch.ops.seqkern.attention_fwd, info.batch_size, in_dims, args, first=0, fixed=(8,), need_mask=False)
+    return _fold(torch.ops.seqkern.attention_fwd, info.batch_size, in_dims, args)
 
 
 @torch.library.register_vmap("seqkern::attention_bwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _fold(torch.ops.seqkern.attention_bwd, info.batch_size, in_dims, args, first=2, fixed=(), need_mask=args[-2])
+    return _fold(torch.ops.seqkern.attention_bwd, info.batch_size, in_dims, args)
 
 
-def _fold(op: Any, samples: int, in_dims: Any, args: Any, first: int, fixed: Sequence[int], need_mask: bool) -> Any:
-    """The samples become part of the batch, which every tensor but a mask has as its first dimension.
+def _fold(op: Any, samples: int, in_dims: Any, args: Any) -> Any:
+    """The samples become part of the batch, which every tensor but mask and sinks has as its first dimension.
 
-    Not of packed sequences, which have no batch; nor with dropout, which counts the rows of the batch. `first` is the
-    position of the query, `fixed` are those of tensors without a batch.
+    Not of packed sequences, which have no batch; nor with dropout, which counts the rows of the batch.
     """
-    mask, starts, seed = (3, 4, 9) if first == 0 else (7, 8, 12)
+    named, dims = by_name(op, args), by_name(op, in_dims)
 
-    def per_batch(n: int) -> int:
+    def per_batch(name: str) -> int:
         """The size of the first dimension of a sample."""
-        return args[n].shape[1 if in_dims[n] == 0 else 0]
+        return named[name].shape[1 if dims[name] == 0 else 0]
 
-    shared = args[mask] is not None and per_batch(mask) != per_batch(first)  # one mask for every sequence of a sample
-    alone = args[starts] is not None or args[seed] is not None or any(in_dims[n] is not None for n in fixed)
-    if samples == 0 or alone or (shared and need_mask):
+    # one mask for every sequence of a sample
+    shared = named["attn_mask"] is not None and per_batch("attn_mask") != per_batch("query")
+    alone = named["query_starts"] is not None or named["seed"] is not None or dims.get("sinks") is not None
+    if samples == 0 or alone or (shared and named.get("need_mask", False)):
         return per_sample(op, samples, in_dims, args)
 
-    def fold(n: int, t: Any) -> Any:
-        if not isinstance(t, Tensor) or n in fixed or (n == mask and shared and in_dims[n] is None):
+    def fold(name: str, t: Any) -> Any:
+        if not isinstance(t, Tensor) or name == "sinks" or (name == "attn_mask" and shared and dims[name] is None):
             return t
-        t = t.expand(samples, *t.shape) if in_dims[n] is None else t.movedim(in_dims[n], 0)
-        if n == mask and shared:
-            t = t.expand(samples, per_batch(first), *t.shape[2:])
+        t = t.expand(samples, *t.shape) if dims[name] is None else t.movedim(dims[name], 0)
+        if name == "attn_mask" and shared:
+            t = t.expand(samples, per_batch("query"), *t.shape[2:])
         return t.flatten(0, 1)
 
-    outputs = op(*(fold(n, argument) for n, argument in enumerate(args)))
+    outputs = op(*(fold(name, argument) for name, argument in named.items()))
     return tuple(t.unflatten(0, (samples, t.shape[0] // samples)) for t in outputs), (0,) * len(outputs)

@@ -268,7 +268,7 @@ def _backward_of_node(
     *inputs, cells, gates, output = saved
     cell, bias, projected = (int(number) for number in numbers)
     directions = inputs[1].shape[0]
-    there = Weights(True, True, bool(bias), bool(bias), bool(projected), False, False)
+    there = (True, True, bool(bias), bool(bias), bool(projected), False, False)  # of each kind
 
     def layer(values: Sequence[Any], nothing: Any) -> Rnn:
         input, h0, c0, *flat = values

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _torchs
 
 from seqkern import _direct
+from seqkern._arguments import AttentionNumbers, AttentionTensors
 from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
@@ -117,10 +118,13 @@ def scaled_dot_product_attention(
         q, k, v = (t[(None,) * (2 - len(leading))] for t in (q, k, v))
     elif len(leading) > 2:
         q, k, v = (t.flatten(0, -4) for t in (q, k, v))
-    out, _ = run(
-        backend_for(op, q), q, k, v, attn_mask, None, None, None, None, None, _seed(op, dropout_p, q), queries, keys,
-        0, False, -1, 0 if is_causal else -1, check_scale(op, scale, q.shape[-1]), 0.0, dropout_p,
+    backend = backend_for(op, q)
+    tensors = AttentionTensors(q, k, v, attn_mask, seed=_seed(op, dropout_p, q))
+    numbers = AttentionNumbers(
+        max_queries=queries, max_keys=keys, diagonal=0, lower_right=False, left=-1, right=0 if is_causal else -1,
+        scale=check_scale(op, scale, q.shape[-1]), softcap=0.0, dropout_p=dropout_p,
     )  # fmt: skip
+    out, _ = run(backend, tensors, numbers)
     return out if len(leading) == 2 else out.view(*leading, *out.shape[-2:])
 
 
@@ -264,11 +268,16 @@ def attention(
         alibi_slopes = prepare_slopes(op, alibi_slopes, query, batch)
     if sinks is not None:
         sinks = prepare_sinks(op, sinks, query)
-    out, lse = run(
-        backend_for(op, query), query, key, value, attn_mask, None, None, key_lengths, alibi_slopes, sinks,
-        _seed(op, dropout_p, query), queries, keys, diagonal, False, left, right, check_scale(op, scale, head_dim),
-        check_softcap(op, softcap), dropout_p,
+    backend = backend_for(op, query)
+    tensors = AttentionTensors(
+        query, key, value, attn_mask, key_lengths=key_lengths, alibi_slopes=alibi_slopes, sinks=sinks,
+        seed=_seed(op, dropout_p, query),
     )  # fmt: skip
+    numbers = AttentionNumbers(
+        max_queries=queries, max_keys=keys, diagonal=diagonal, lower_right=False, left=left, right=right,
+        scale=check_scale(op, scale, head_dim), softcap=check_softcap(op, softcap), dropout_p=dropout_p,
+    )  # fmt: skip
+    out, lse = run(backend, tensors, numbers)
     return (out, rounded_lse(lse, out)) if return_lse else out
 
 
@@ -392,11 +401,16 @@ def attention_varlen(
         alibi_slopes = prepare_slopes(op, alibi_slopes, q, sequences)
     if sinks is not None:
         sinks = prepare_sinks(op, sinks, q)
-    out, lse = run(
-        backend_for(op, q), q, k, v, attn_mask, query_starts, key_starts.to(query_starts.dtype), None, alibi_slopes,
-        sinks, _seed(op, dropout_p, q), max_seqlen_q, max_seqlen_k, 0, lower_right, left, right,
-        check_scale(op, scale, head_dim), check_softcap(op, softcap), dropout_p,
+    backend = backend_for(op, q)
+    tensors = AttentionTensors(
+        q, k, v, attn_mask, query_starts, key_starts.to(query_starts.dtype), alibi_slopes=alibi_slopes, sinks=sinks,
+        seed=_seed(op, dropout_p, q),
     )  # fmt: skip
+    numbers = AttentionNumbers(
+        max_queries=max_seqlen_q, max_keys=max_seqlen_k, diagonal=0, lower_right=lower_right, left=left, right=right,
+        scale=check_scale(op, scale, head_dim), softcap=check_softcap(op, softcap), dropout_p=dropout_p,
+    )  # fmt: skip
+    out, lse = run(backend, tensors, numbers)
     out = out[0].transpose(0, 1)
     return (out, rounded_lse(lse, out)[0].transpose(0, 1)) if return_lse else out
 

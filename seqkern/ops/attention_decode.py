@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from seqkern import _attention_cuda
+from seqkern._arguments import AttentionNumbers, AttentionTensors
 from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
@@ -182,10 +183,14 @@ def attention_decode(
     if page_table is not None:
         first = lengths - queries - left if left >= 0 else torch.zeros_like(lengths)
         key_cache, value_cache = (_gathered(t, page_table, first, lengths) for t in (key_cache, value_cache))
-    out, lse = run(
-        backend, query, key_cache, value_cache, None, None, None, lengths, alibi_slopes, sinks, None, queries, room,
-        0, True, left, right, scale, softcap, 0.0,
+    tensors = AttentionTensors(
+        query, key_cache, value_cache, key_lengths=lengths, alibi_slopes=alibi_slopes, sinks=sinks
+    )
+    numbers = AttentionNumbers(
+        max_queries=queries, max_keys=room, diagonal=0, lower_right=True, left=left, right=right, scale=scale,
+        softcap=softcap, dropout_p=0.0,
     )  # fmt: skip
+    out, lse = run(backend, tensors, numbers)
     return (out, rounded_lse(lse, out)) if return_lse else out
 
 
