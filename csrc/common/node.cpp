@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PythonDispatcherTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -306,6 +307,9 @@ PyObject* run(Body body, Py_ssize_t expected, PyObject* const* arguments, Py_ssi
   if (count == expected && undisturbed()) {
     try {
       result = body(arguments, count);
+    } catch (python_error& error) {  // of a hook on saved tensors
+      error.restore();
+      return nullptr;
     } catch (const std::exception&) { result = nullptr; }
   }
   if (result) return result;

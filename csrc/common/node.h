@@ -137,6 +137,7 @@ struct Front {
   Front* next;
 };
 // What every front shares: None for a null, and for what C++ throws (the dispatcher meets it again and names it).
+// Errors of Python, from hooks on saved tensors, are passed on.
 PyObject* run(Body body, Py_ssize_t expected, PyObject* const* arguments, Py_ssize_t count);
 
 #define SK_FRONT(op, count, body)                                                 \

@@ -102,7 +102,6 @@ def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[
     Forward.__name__ = Forward.__qualname__ = f"{name.title()}Forward"
     Backward.__name__ = Backward.__qualname__ = f"{name.title()}Backward"
     ForwardEager, BackwardEager = eager(Forward), eager(Backward)
-    front = _direct.FRONTS.get(name)
 
     @long_way(f"{name.title()}Node")
     def _(grads: Any, saved: Any, kept: Any, numbers: Any, needs: Any) -> Any:
@@ -114,7 +113,7 @@ def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[
 
     def run(function: Callable[..., Any], arguments: dict[str, Any], *constants: Any) -> Any:
         values = [arguments[each] for each in tensors]
-        if front is not None and fast():
+        if fast() and (front := _direct.FRONTS.get(name)):
             output: Tensor | None = front(*values, *constants)
             if output is not None and not arguments["unexpected"]:
                 return output
