@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import seqkern
-from seqkern import _attention_cuda, _library
+from seqkern import _attention_cuda, _direct, _library
 from seqkern._library import (
     BF16_ISAS,
     available_isas,
@@ -20,7 +20,6 @@ from seqkern._library import (
     cpu_isa,
     cuda_archs,
     has_triton,
-    node_library,
 )
 from seqkern._slices import FUNCTIONS
 
@@ -129,7 +128,7 @@ def describe_machine() -> list[tuple[str, str]]:
         ("seqkern", seqkern.__version__),
         ("processor", _processor_name()),
         ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
-        ("autograd nodes of norms", "C++" if node_library() else "Python: C++ ones were built for another torch"),
+        ("fast path", "past the dispatcher" if _direct.FRONTS else "none: it was not built for this torch"),
         ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none in this build"),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
         ("backend", _library._backend),

@@ -59,7 +59,7 @@ def _load_executor(path: str) -> None:
 
 
 def node_library() -> Path | None:
-    """The library of autograd nodes in C++, if it was built for this very torch and Python: they have no stable ABI."""
+    """The library of the fast path, if it was built for this very torch and Python: nodes have no stable ABI."""
     version = torch.__version__.partition("+")[0]
     path = Path(__file__).parent / f"_node-{version}-{sys.implementation.cache_tag}.so"
     return path if path.exists() else None

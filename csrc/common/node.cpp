@@ -60,8 +60,8 @@ AtenTensorHandle allocate(const int64_t* sizes, size_t dims, int32_t dtype) {
 }  // namespace
 
 Link::Link(const char* name, const char* signature) : name(name), signature(signature), next(links) { links = this; }
-Rule::Rule(const char* name, variable_list (*backward)(const Call&))
-    : name(name), backward(backward), next(rules), index(rules ? rules->index + 1 : 0) {
+Rule::Rule(const char* name, variable_list (*backward)(const Call&), Reads reads)
+    : name(name), backward(backward), reads(reads), next(rules), index(rules ? rules->index + 1 : 0) {
   rules = this;
 }
 Front::Front(const char* name, PyCFunction function) : method{name, function, METH_FASTCALL, nullptr}, next(fronts) {
@@ -199,7 +199,8 @@ struct DirectNode : Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(this->mutex_);
-    return gradients(*rule, {grads, unpacked(), kept, numbers, needs()});
+    const bool reads = rule->reads == Reads::always || grads[0].defined();
+    return gradients(*rule, {grads, reads ? unpacked() : variable_list(), kept, numbers, needs()});
   }
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(this->mutex_);

@@ -99,13 +99,17 @@ struct Call {
   const std::vector<bool>& needs;
 };
 
+// When the way back reads what was saved (else it may have been changed since, and a call finds none).
+enum class Reads { always, with_first };  // with a gradient of the first result
+
 // The way back of an op. `backward` sees plain gradients in the shape of the results (or undefined ones) and returns
 // the inputs' gradients, or nothing: then the Python function of this name is called, which the op's module registers
 // (seqkern/_direct.py).
 struct Rule {
-  Rule(const char* name, variable_list (*backward)(const Call&));
+  Rule(const char* name, variable_list (*backward)(const Call&), Reads reads = Reads::always);
   const char* name;
   variable_list (*backward)(const Call&);
+  Reads reads;
   Rule* next;
   int64_t index;
 };

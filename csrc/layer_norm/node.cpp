@@ -1,6 +1,8 @@
 // The fast path of the norms over the last dimension, without dropout.
 #include "node.h"
 
+#include <limits>
+
 #include "ops.h"
 
 namespace seqkern::direct {
@@ -25,7 +27,6 @@ NativeTensor shaped(const Tensor& result, const NativeTensor& like) {
 
 // saved: weight, bias, then what was normalised; kept: mean and rstd. Gradients of `inputs` terms and the parameters.
 variable_list norm_gradients(const Call& call, int inputs) {
-  const NativeTensor &weight = call.saved[0], &bias = call.saved[1], &normalised = call.saved[2];
   const NativeTensor& grad = call.grads[0];
   const NativeTensor sum = call.grads.size() > 1 ? call.grads[1] : NativeTensor();
   const auto n = static_cast<size_t>(inputs);
@@ -38,6 +39,7 @@ variable_list norm_gradients(const Call& call, int inputs) {
     of_inputs(sum);
     return found;
   }
+  const NativeTensor &weight = call.saved[0], &bias = call.saved[1], &normalised = call.saved[2];
   const int64_t rows = normalised.numel() / std::max<int64_t>(1, normalised.size(-1));
   const auto fits = [&](const NativeTensor& g) {
     return !g.defined() || (g.sizes() == normalised.sizes() && g.scalar_type() == normalised.scalar_type());
@@ -56,7 +58,7 @@ variable_list norm_gradients(const Call& call, int inputs) {
 }
 
 const Rule kNorm("LayerNormNode", [](const Call& call) { return norm_gradients(call, 1); });
-const Rule kAddNorm("AddLayerNormNode", [](const Call& call) { return norm_gradients(call, 2); });
+const Rule kAddNorm("AddLayerNormNode", [](const Call& call) { return norm_gradients(call, 2); }, Reads::with_first);
 
 bool read_columns(PyObject* shape, int64_t& columns) {
   if (read_integer(shape, columns)) return true;
@@ -74,7 +76,11 @@ PyObject* norm(PyObject* const* arguments, Py_ssize_t) {
   if (!input || input->dim() == 0 || !input->is_contiguous()) return nullptr;
   if (!read_optional(arguments[1], residual) || !read_columns(arguments[2], columns)) return nullptr;
   if (!read_optional(arguments[3], weight) || !read_optional(arguments[4], bias)) return nullptr;
-  if (!read_number(arguments[5], eps) || !(eps >= 0) || !read_flag(arguments[6], centred)) return nullptr;
+  if (!read_flag(arguments[6], centred)) return nullptr;
+  if (arguments[5] == Py_None && !centred)  // as torch's
+    eps = input->scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                              : std::numeric_limits<float>::epsilon();
+  else if (!read_number(arguments[5], eps) || !(eps >= 0)) return nullptr;
   if (input->size(-1) != columns) return nullptr;
   for (const NativeTensor* parameter : {&weight, &bias})
     if (parameter->defined() && (parameter->dim() != 1 || parameter->size(0) != columns)) return nullptr;

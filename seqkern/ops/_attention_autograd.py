@@ -29,7 +29,15 @@ from seqkern._arguments import (
 )
 from seqkern._direct import Context, long_way
 from seqkern._library import kernel
-from seqkern.ops._autograd import apply, eager, gradients, per_sample, tangents, wants_gradient
+from seqkern.ops._autograd import (
+    apply,
+    eager,
+    gradients,
+    per_sample,
+    tangents,
+    transforms_active,
+    wants_gradient,
+)
 
 
 def run(backend: str, tensors: AttentionTensors, numbers: AttentionNumbers) -> tuple[Tensor, Tensor]:
@@ -115,6 +123,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        transforms_active()  # refuses to be compiled inside a transform, before the compiler looks at a tensor
         out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)

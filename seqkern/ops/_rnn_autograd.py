@@ -113,6 +113,7 @@ class _Rnn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        transforms_active()  # refuses to be compiled inside a transform, before the compiler looks at a tensor
         (output, cells, gates, products), tensors, weights = _Rnn.saved(ctx)
         _, _, *needs = ctx.needs_input_grad
         needs, _, needs_weights = Rnn.split(needs)
@@ -272,7 +273,8 @@ def _backward_of_node(
 
     def layer(values: Sequence[Any], nothing: Any) -> Rnn:
         input, h0, c0, *flat = values
-        weights = Weights(*[[flat.pop(0) if given else nothing for _ in range(directions)] for given in there])
+        rest = iter(flat)
+        weights = Weights(*[[next(rest) if given else nothing for _ in range(directions)] for given in there])
         return Rnn(RnnTensors(input, h0, c0, *[nothing] * 4), RnnNumbers(0.0, 0.0, 1e-5, cell), weights)
 
     given, wanted = layer(inputs, None), layer(needs, False)

@@ -121,8 +121,7 @@ def rms_norm(
         True
     """
     if fast():
-        given = _default_eps(input) if eps is None else eps
-        output: Tensor | None = _direct.layer_norm(input, None, normalized_shape, weight, None, given, False)
+        output: Tensor | None = _direct.layer_norm(input, None, normalized_shape, weight, None, eps, False)
         if output is not None and not unexpected:
             return output
     transforms_active()  # refuses before the compiler looks at a tensor
@@ -621,12 +620,13 @@ def _backward_of_node(
 
     They are differentiable again. What was kept is found again where it is not there, or of other rows.
     """
-    (grad_output, *grad_sum), (weight, bias, normalised), (eps, centred) = grads, saved, numbers
+    (grad_output, *grad_sum), (eps, centred) = grads, numbers
     *need_terms, need_weight, need_bias = needs
     total = grad_sum[0] if grad_sum else None
-    assert normalised is not None
     if grad_output is None:  # the sum alone was used
         return [*(total if need else None for need in need_terms), None, None]
+    weight, bias, normalised = saved
+    assert normalised is not None
     with torch.no_grad():
         flat = _matrix(normalised, 1)
         _, _, mean, rstd = kernel("layer_norm_fwd", flat)(flat, None, None, None, None, eps, 0.0, bool(centred))

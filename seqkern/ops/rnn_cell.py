@@ -277,6 +277,7 @@ class _RnnCell(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, *_: Any) -> Any:
+        transforms_active()  # refuses to be compiled inside a transform, before the compiler looks at a tensor
         x_gates, h_gates, h, c, c_new, activated = ctx.saved_tensors
         if grad_h is None:
             grad_h = torch.zeros_like(h)
