@@ -21,6 +21,15 @@ SIZES = ["rows", "columns", "strides"]  # not compiled in
 
 
 @triton.jit
+def sigmoids(x):
+    """sigmoid(x) and sigmoid(-x). As 1 - sigmoid(x) the smaller one would lose its digits."""
+    smaller = tl.exp(-tl.abs(x))
+    larger = 1 / (1 + smaller)
+    smaller *= larger
+    return tl.where(x < 0, smaller, larger), tl.where(x < 0, larger, smaller)
+
+
+@triton.jit
 def activate(g, ACTIVATION: tl.constexpr):
     """a(g) and a'(g)."""
     if ACTIVATION == GELU:
@@ -28,12 +37,12 @@ def activate(g, ACTIVATION: tl.constexpr):
         density = 0.3989422804014327 * tl.exp(-0.5 * g * g)
         return g * p, p + g * density
     if ACTIVATION == SILU:
-        s = tl.sigmoid(g)
-        return g * s, s + g * s * (1 - s)
+        s, rest = sigmoids(g)
+        return g * s, s + g * s * rest
     held = tl.where(g > 100.0, 100.0, tl.where(g < -100.0, -100.0, g))  # beyond, s is 0 or 1
     square = held * held
-    s = tl.sigmoid(held * (1.5957691216057308 + 0.07135481627260025 * square))
-    return g * s, s + g * s * (1 - s) * (1.5957691216057308 + 0.21406444881780075 * square)
+    s, rest = sigmoids(held * (1.5957691216057308 + 0.07135481627260025 * square))
+    return g * s, s + g * s * rest * (1.5957691216057308 + 0.21406444881780075 * square)
 
 
 @triton.jit

@@ -248,8 +248,8 @@ with poison(), seqkern.use_backend("triton"):
         torch.testing.assert_close(seqkern.swiglu(gate, up), expected)
     big = torch.tensor([3e38, -3e38, float("inf"), -float("inf"), float("nan")])
     for tanh in ("none", "tanh"):
-        theirs = torch.nn.functional.gelu(big, approximate=tanh)
-        torch.testing.assert_close(seqkern.geglu(big, torch.ones(5), tanh), theirs, equal_nan=True)
+        wide = torch.nn.functional.gelu(big.double(), approximate=tanh)  # in float32 NaN at inf on some processors
+        torch.testing.assert_close(seqkern.geglu(big, torch.ones(5), tanh), wide.float(), equal_nan=True)
 """,
     )
 

@@ -99,9 +99,19 @@ def compile_module(
             yield {"number": i, "of": len(configurations), "name": name} | known[compiled]
 
 
+# Bytes that ptxas may spill. Attention in float64 at a head dimension of 256: a tile of 16 rows of q, k, v and dO alone
+# fills the registers of its threads, and no block is smaller.
+SPILLS = {
+    ("attention_grad_key_value-float64-D256-Dv256-all", 80): 368,
+    ("attention_grad_key_value-float64-D256-Dv256-all", 90): 216,
+    ("attention_grad_key_value-float64-D256-Dv256-dropout", 90): 16,
+    ("attention_grad_query-float64-D256-Dv256-all", 90): 20,
+}
+
+
 def fits(report: dict[str, Any], arch: int) -> bool:
     return (
-        (not report["spills"] or metadata.version("triton") != PINNED)
+        (report["spills"] <= SPILLS.get((report["name"], arch), 0) or metadata.version("triton") != PINNED)
         and report["registers"] <= REGISTERS
         and report["registers"] * report["threads"] <= REGISTER_FILE
         and report["shared"] <= SHARED_MEMORY[arch]

@@ -46,9 +46,9 @@ class Problem(NamedTuple):
         return self.query.size(0) if self.query_starts is None else self.query_starts.numel() - 1
 
     @property
-    def little_memory(self) -> bool:
-        """Whether a block has less shared memory than on sm_80: 99 KB on sm_120."""
-        return self.limit < 163 * 1024
+    def memory(self) -> int:
+        """KB of shared memory that tells the GPUs apart: 99 (sm_120), 163 (sm_80) or 227 (sm_90 and sm_100)."""
+        return 99 if self.limit < 163 * 1024 else 163 if self.limit < 227 * 1024 else 227
 
     @property
     def visits_every_key(self) -> bool:
@@ -191,7 +191,8 @@ _EXCEPTIONS = {
     ("wgmma", "forward", 1, 1): (128, 32, 8, 2),
     ("wgmma", "forward", 2, "window"): (128, 32, 8, 2),
     ("wgmma", "forward", 2, 1): (64, 32, 8, 2),
-    ("wgmma", "forward", 2, 2): (64, 32, 8, 2),
+    ("wgmma", "forward", 2, 2): (64, 16, 8, 2),
+    ("wgmma", "forward", 2, "softcap"): (128, 32, 8, 2),
     ("wgmma", "grad_query", 2, 2): (32, 16, 8, 1),
     ("wgmma", "grad_key_value", 0, "softcap"): (32, 128, 8, 2),  # 40 bytes in blocks of 64 on sm_90
     ("wgmma", "grad_key_value", 1, 2): (16, 64, 8, 2),
@@ -225,8 +226,31 @@ _EXCEPTIONS = {
     ("unaligned, 99 KB", "grad_key_value", 2, "mask"): (32, 16, 8, 1),
     ("float32 unaligned, 99 KB", "grad_query", 2, 2): (32, 16, 8, 1),
     ("float64, 99 KB", "forward", 1, "mask"): (32, 32, 4, 1),
+    ("float64, 99 KB", "forward", 1, 2): (16, 16, 4, 1),
     ("float64, 99 KB", "grad_query", 1, 2): (32, 16, 8, 1),
     ("float64, 99 KB", "grad_key_value", 1, "mask"): (16, 16, 8, 1),
+    # sm_80
+    ("float32, 163 KB", "grad_query", 2, 0): (64, 32, 8, 1),
+    ("float32, 163 KB", "grad_query", 2, "window"): (64, 32, 8, 1),
+    ("float32 unaligned, 163 KB", "grad_query", 2, 2): (16, 16, 4, 1),
+    ("float32 unaligned, 163 KB", "grad_key_value", 0, 2): (16, 32, 8, 1),
+    ("float32 unaligned, 163 KB", "grad_key_value", 2, "mask"): (16, 16, 8, 1),
+    ("float64, 163 KB", "forward", 1, "softcap"): (32, 16, 4, 1),
+    ("float64, 163 KB", "grad_query", 1, 2): (16, 16, 4, 1),
+    ("float64, 163 KB", "grad_key_value", 1, 2): (16, 16, 8, 1),
+    # sm_90 and sm_100
+    ("unaligned, 227 KB", "grad_query", 2, 2): (16, 16, 8, 1),
+    ("float32 unaligned, 227 KB", "grad_query", 2, "mask"): (16, 16, 4, 1),
+    ("float32 unaligned, 227 KB", "grad_query", 2, 2): (16, 16, 4, 1),
+    ("float32 unaligned, 227 KB", "grad_key_value", 2, "mask"): (16, 16, 8, 1),
+    ("float64, 227 KB", "forward", 1, "softcap"): (32, 16, 4, 1),
+    ("float64, 227 KB", "forward", 1, "mask"): (16, 16, 4, 1),
+    ("float64, 227 KB", "forward", 1, 2): (16, 16, 4, 1),
+    ("float64, 227 KB", "grad_query", 0, 2): (16, 16, 4, 1),
+    ("float64, 227 KB", "grad_query", 1, 2): (16, 16, 8, 1),
+    ("float64, 227 KB", "grad_query", 2, 2): (16, 16, 8, 1),  # 20 bytes on sm_90, 144 in four warps
+    ("float64, 227 KB", "grad_key_value", 1, "mask"): (16, 16, 8, 1),
+    ("float64, 227 KB", "grad_key_value", 1, 2): (16, 16, 8, 1),
 }
 
 
@@ -255,7 +279,7 @@ def _tile(kernel, problem, head_dim, aligned):
     elif size == 4:
         kind = "float32" if aligned else "float32 unaligned"
     else:
-        kind = "unaligned" if not aligned else "wgmma" if problem.limit >= 227 * 1024 else "mma"
+        kind = "unaligned" if not aligned else "wgmma" if problem.memory == 227 else "mma"
     if kernel == "grad_mask":  # reads its tiles in slices, whatever the head dimension
         return (32, 32, 4, 1) if size == 8 else (64, 64, 8, 1) if kind == "wgmma" else (64, 32, 8, 1)
     if kernel == "decode":
@@ -265,7 +289,7 @@ def _tile(kernel, problem, head_dim, aligned):
     if kernel == "grad_query" and problem.slopes is not None:  # sums distances
         pieces += 1
     level = min(2, max(0, pieces - 1))
-    for key in [f"{kind}, 99 KB", kind] if problem.little_memory else [kind]:
+    for key in (f"{kind}, {problem.memory} KB", kind):
         for option in _names(problem, level):
             if (key, kernel, column, option) in _EXCEPTIONS:
                 return _EXCEPTIONS[key, kernel, column, option]
@@ -289,7 +313,7 @@ def plan(kernel, pointers, strided, problem, *more):
         block_q = min(block_q, max(16, power_of_two(nq)))
     width = 32 if query.element_size() > 2 else 256  # width of the slices in which `tile_scores` reads a tile
     if name == "grad_mask" and width > 64:
-        width = 32 if problem.little_memory and not aligned and max(d, dv) <= 64 else 64  # sm_120 spills 168 bytes
+        width = 64 if aligned else 32  # loads one by one: of 64 columns they spill on every GPU
     tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     mask_row, mask_columns, mask_strides = None, 0, (0, 0)
     if mask is not None:
@@ -329,9 +353,11 @@ def plan(kernel, pointers, strided, problem, *more):
         problem.diagonal, problem.low, problem.high, int(problem.lower_right), problem.sequences,
         h, hk, nq, nk, d, dv, problem.max_queries, problem.max_keys,
     )  # fmt: skip
-    # Otherwise ptxas would fit two programs, and the kernel would spill: with its options, and on sm_120 two float32
-    # kernels without any.
+    # Otherwise ptxas would fit several programs, and spill: with options, and of gradients and float32 without any.
     shaped = any(option is not None for option in (problem.low, problem.query_starts, problem.key_lengths))
-    full = query.dtype == torch.float32 and name == ("grad_key_value" if aligned else "forward")
-    registers = 255 if shaped or _pieces(problem) or (full and problem.little_memory) else None
+    if query.dtype == torch.float32:
+        full = name == ("grad_key_value" if aligned else "forward")
+    else:
+        full = name in ("grad_query", "grad_key_value") and (query.dtype == torch.float64 or not aligned)
+    registers = 255 if shaped or full or _pieces(problem) else None
     return Launch(f"attention_{name}", kernel, (programs,), arguments, constants, warps, stages, registers)

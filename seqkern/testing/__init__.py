@@ -11,8 +11,8 @@ so the bound scales with the problem and the dtype, and no tolerance is picked b
 - In float64 the oracle is rounded as much as the result, and both errors count: the bound is twice as wide.
 - Gradients through attention's scores are differences, p (dp - delta), which can cancel, with one visible key to
   exactly 0. So their unit includes one rounding of the terms (`Case.terms`).
-- With few numbers torch's largest error is small by luck now and then. Where a small case breaks a bound, up to 32
-  draws of its inputs are judged as one (`check_case`).
+- With few numbers torch's largest error is small by luck now and then. A small case that breaks a bound is drawn up to
+  32 times: the root mean square of error / bound must then be at most 1, and none above 4 (`check_case`).
 
 No op, option or tensor has another factor.
 
