@@ -35,7 +35,7 @@ test-slow: build build/triton-$(TRITON_OLDEST) build/triton-$(TRITON_NEWEST)
 
 # The tests that tests/proven.py lists and whose sources changed; their hashes in tests/proven.json are to be committed.
 prove: build build/triton-$(TRITON_OLDEST)
-	$(PY) tests/proven.py --prove -n $(WORKERS) --dist worksteal
+	$(PY) tests/proven.py --prove --pytest="-n $(WORKERS) --dist worksteal"
 
 versions: build build/triton-$(TRITON_OLDEST)
 	WORKERS=$(WORKERS) $(PY) tests/versions.py

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -260,15 +261,14 @@ def main() -> int:
     parser.add_argument("--prove", action="store_true", help="run what is not proven and write the hashes")
     parser.add_argument("--all", action="store_true", help="with --prove: run what is proven, too")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="the test modules; all that have a proof")
-    options, arguments = parser.parse_known_args()
+    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="with --prove: more arguments for pytest")
+    options = parser.parse_args()
     if unknown := set(options.modules).difference(PROOFS):
         parser.error(f"no proof of {', '.join(sorted(unknown))}; there are {', '.join(PROOFS)}")
     modules = options.modules or list(PROOFS)
     if options.prove:
         wanted = [module for module in modules if options.all or not is_proven(module)]
-        return prove(wanted, arguments) if wanted else 0
-    if arguments:
-        parser.error(f"unknown arguments: {' '.join(arguments)}")
+        return prove(wanted, shlex.split(options.pytest)) if wanted else 0
     if options.current:
         return int(not all(map(is_proven, modules)))
     if options.modules:

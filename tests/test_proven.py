@@ -139,6 +139,7 @@ def test_a_proof_is_written_when_everything_passed(tree: Path) -> None:
     def prove(text: str) -> tuple[int, dict[str, str]]:
         module.write_text(text)
         command = [sys.executable, named(tree, "tests/**/proven.py"), "--prove", "test_layer_norm_cuda"]
+        command.append("--pytest=-q -x")
         code = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).returncode
         return code, json.loads(table.read_text())
 
