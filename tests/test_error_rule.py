@@ -68,23 +68,25 @@ def test_nan_is_the_worst():
 def test_several_draws():
     """Luck in a draw or two is forgiven; a kernel that is a little wrong each time, or once by much, is not."""
     case = glu_case("swiglu", 2, 3)
+    one = check_case(case, torch.float32)[0]
+    assert one.passed
+    assert one.draws == 1
 
-    def judged(*shares):
-        reports = [[replace(one, error=share * one.bound, passed=share <= 1)] for share in shares]
+    def judged(*errors, theirs=1.0):
+        reports = [[replace(one, error=e, torch_error=theirs, unit=1.0, bound=4.0, passed=e <= 4)] for e in errors]
         with mock.patch.object(_checks, "_judge", side_effect=reports):
             return check_case(case, torch.float32)[0]
 
-    one = check_case(case, torch.float32)[0]
-    assert one.passed
-    assert not one.shares
-    usual = [0.5] * (_checks.MOST_DRAWS - 2)
-    lucky = judged(1.5, 1.4, *usual)
+    usual = [2.0] * (_checks.MOST_DRAWS - 2)
+    lucky = judged(6.0, 5.0, *usual)
     assert lucky.passed
-    assert len(lucky.shares) == _checks.MOST_DRAWS
-    assert "passed, 0.605 of the bound over 32 draws" in str(lucky)
-    assert not judged(*[1.05] * _checks.MOST_DRAWS).passed
-    assert not judged(1.5, 4.1, *usual).passed
-    assert not judged(1.5, math.inf, *usual).passed
+    assert lucky.draws == _checks.MOST_DRAWS
+    assert "passed over 32 draws: error 2.38, bound 4 " in str(lucky)
+    assert not judged(*[4.2] * _checks.MOST_DRAWS).passed
+    assert not judged(6.0, 16.1, *usual).passed
+    assert not judged(6.0, math.inf, *usual).passed
+    assert not judged(6.0, math.nan, *usual).passed
+    assert judged(4.2, 4.2, *[4.2] * len(usual), theirs=1.2).passed
 
 
 def test_unit_of_a_difference():

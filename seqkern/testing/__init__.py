@@ -12,7 +12,8 @@ so the bound scales with the problem and the dtype, and no tolerance is picked b
 - Gradients through attention's scores are differences, p (dp - delta), which can cancel, with one visible key to
   exactly 0. So their unit includes one rounding of the terms (`Case.terms`).
 - With few numbers torch's largest error is small by luck now and then. A small case that breaks a bound is drawn up to
-  32 times: the root mean square of error / bound must then be at most 1, and none above 4 (`check_case`).
+  32 times. The rule is then asked of the root mean squares over the draws, and no error may be above 4 times that bound
+  (`check_case`).
 
 No op, option or tensor has another factor.
 
