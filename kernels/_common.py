@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .._tensors import accumulator as accumulator
+from .._tensors import unit_last as unit_last
+
 # The interpreter multiplies bf16 tiles as if their bits were integers. Only there, `dot` upcasts first.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -78,16 +81,6 @@ def run(plan: Iterable[Launch], device: torch.device) -> None:
     with on(device):
         for step in plan:
             launch(step)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and sums: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def unit_last(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy if the stride of its last dimension is not 1 (expanded gradients)."""
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
 
 
 def dropout_scalars(probability: float) -> tuple[float, int]:

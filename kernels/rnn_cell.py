@@ -5,10 +5,10 @@ Equations: kernels/rnn/rnn.py, one step without options. Two products of torch c
 
 import torch
 
+from .._rnn_scan import GATES, GRU, LSTM
 from ._common import accumulator, unit_last
 from ._replay import planned
 from .rnn import plans
-from .rnn.plans import GATES, GRU, LSTM
 
 __all__ = ["aot_configurations", "rnn_cell_bwd", "rnn_cell_fwd"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import seqkern
-from seqkern import _attention_cuda, _direct, _library
+from seqkern import _attention_cuda, _direct, _library, _rnn_cuda
 from seqkern._library import (
     BF16_ISAS,
     available_isas,
@@ -73,7 +73,7 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         reason = asked or ("it measured faster than Triton here" if has_triton() else "triton is not installed")
         kernel = f"CUDA C++, {where}"
         if FUNCTIONS[op].name == "rnn":
-            served, how = _scan(op, tensors)
+            served, how = _rnn_cuda.explain(op, tensors)
             reason = f"{reason}; {how}"
             kernel = kernel if served else f"Triton, step by step, {where}"
         elif FUNCTIONS[op].name == "attention" and tensors:
@@ -98,28 +98,6 @@ def by_reason(choices: Iterable[Choice]) -> list[tuple[list[str], str, str]]:
     for choice in choices:
         groups.setdefault((choice.kernel, choice.reason), []).append(choice.op)
     return [(ops, *key) for key, ops in groups.items()]
-
-
-def _scan(op: str, tensors: tuple[torch.Tensor, ...]) -> tuple[bool, str]:
-    """Whether CUDA C++ walks over a recurrent layer's steps in one launch, forward or backward, and by which tier."""
-    if tensors and tensors[0].dtype == torch.float64:
-        return False, "float64 goes step by step: the scans in CUDA C++ are for shorter types"
-    cell = ("lstm", "gru", "rnn_tanh", "rnn_relu").index(op)
-    gates = (4, 3, 1, 1)[cell]
-    # (gates * hidden, hidden): if w_ih has that shape too, the answer is the same
-    sizes = [t.size(1) for t in tensors[1:] if t.dim() == 2 and t.size(0) == gates * t.size(1)]
-    sizes += [t.size(2) for t in tensors[1:] if t.dim() == 3]
-    if not sizes:
-        return (
-            True,
-            "all steps in one launch where the device holds the recurrent weights (tells when it gets w_hh too)",
-        )
-    w_hh = tensors[0].new_empty(1).expand(1, gates * sizes[0], sizes[0])  # sizes, dtype and device are all that counts
-    batch = tensors[0].size(1) if tensors[0].dim() == 3 else 1
-    plans = [_library._CUDA["rnn_scan_plan"](w_hh, batch, cell, False, back, "auto") for back in (False, True)]
-    served = any(not plan.startswith("none") for plan in plans)
-    note = "a pass with none, projections and peepholes go step by step; layer norm needs more room"
-    return served, f"forward {plans[0]}; backward {plans[1]}; {note}"
 
 
 def describe_machine() -> list[tuple[str, str]]:

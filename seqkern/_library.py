@@ -225,12 +225,7 @@ def _runs_on(index: int) -> bool:
 def gpu_backends(slice: str, index: int | None = None) -> list[str]:
     """The backends that have kernels of a slice for a CUDA device (None: the current one)."""
     found = ["triton"] if has_triton() else []
-    own = SLICES[slice]
-    if (
-        own.cuda_ops
-        and (found or not own.cuda_needs_triton)
-        and _runs_on(torch.cuda.current_device() if index is None else index)
-    ):
+    if SLICES[slice].cuda_ops and _runs_on(torch.cuda.current_device() if index is None else index):
         found.append("cuda")
     return found
 
@@ -303,23 +298,17 @@ def _check_cuda(op: str, tensor: torch.Tensor) -> None:
             f"{op}: this build has CUDA C++ kernels for {' '.join(cuda_archs()) or 'no GPU'}, the "
             f'device is {major}.{minor}; use_backend("triton") runs there, or build with nvcc and SEQKERN_CUDA_ARCHS'
         )
-    if FUNCTIONS[op].cuda_needs_triton and not has_triton() and not _traced(tensor):
-        raise NotImplementedError(f"{op}: the products around its scan need the triton package, which is not installed")
 
 
-def cuda_ops(slice: str, tensor: torch.Tensor) -> Any:
-    """`torch.ops.seqkern_cuda` where a slice's kernels for `tensor` are those in CUDA C++, else None."""
-    if _backend == "cuda" or (
-        _backend == "auto" and tensor.is_cuda and _automatic(slice, tensor.device.index) == "cuda"
-    ):
-        return torch.ops.seqkern_cuda
-    return None
+def _in_cuda(slice: str, tensor: torch.Tensor) -> bool:
+    """Whether an op that a graph holds runs in CUDA C++ on `tensor`, a CUDA tensor."""
+    return _backend == "cuda" or (_backend == "auto" and _automatic(slice, tensor.device.index) == "cuda")
 
 
 def kernel(name: str, tensor: torch.Tensor) -> Callable[..., Any]:
     """The callable behind the dispatcher op `name` for `tensor`, under the backend in force (never "reference")."""
     if _backend in ("triton", "cuda") and tensor.device.type == "cpu":  # interpreted, or in the host executor
-        return _cuda_launcher(name) if _backend == "cuda" and name in CUDA_OPS else _triton_launcher(name)
+        return _cuda_launcher(name) if _backend == "cuda" and OPS[name].cuda_ops else _triton_launcher(name)
     return _OPS[name]
 
 
@@ -329,19 +318,19 @@ def _triton_launcher(name: str) -> Callable[..., Any]:
 
 
 def _cuda_launcher(name: str) -> Callable[..., Any]:
-    """The op in CUDA C++; attention's are told more than the dispatcher's op is."""
-    if OPS[name].name == "attention":
-        return getattr(importlib.import_module("seqkern._attention_cuda"), name)
-    return _CUDA[name]
+    """The op in CUDA C++, or what makes it of several."""
+    module = OPS[name].cuda_module
+    return getattr(importlib.import_module(module), name) if module else _CUDA[name]
 
 
 def _for_cuda_key(name: str) -> Callable[..., Any]:
     """What the dispatcher runs for CUDA tensors: Triton, imported when it first runs, or CUDA C++."""
-    if name in CUDA_OPS:
-        slice, own = OPS[name].name, _cuda_launcher(name)
+    if OPS[name].cuda_ops:
+        slice = OPS[name].name
 
         def launch(*args: Any) -> Any:
-            return (own if cuda_ops(slice, args[0]) else _triton_launcher(name))(*args)
+            first = next(each for each in args if each is not None)  # a gradient may be None
+            return (_cuda_launcher(name) if _in_cuda(slice, first) else _triton_launcher(name))(*args)
 
     else:
 
@@ -355,7 +344,7 @@ def _register_for_cuda() -> torch.library.Library | None:
     if torch.version.cuda is None and torch.version.hip is None:
         return None
     library = torch.library.Library("seqkern", "IMPL")
-    for name in OPS if has_triton() else [name for name in OPS if name in CUDA_OPS]:
+    for name in OPS if has_triton() else [name for name in OPS if OPS[name].cuda_ops]:
         library.impl(name, _for_cuda_key(name), "CUDA")
     return library
 

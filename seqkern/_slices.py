@@ -15,14 +15,9 @@ class Slice:
     name: str
     ops: tuple[str, ...]  # dispatcher ops, `seqkern::...`: each has CPU and Triton kernels
     functions: tuple[str, ...]  # public functions that these kernels serve
-    # CUDA C++ ops, in `seqkern_cuda`. One with the name of an op in `ops` replaces that op as a whole.
-    cuda_ops: tuple[str, ...] = ()
+    cuda_ops: tuple[str, ...] = ()  # CUDA C++ ops, in `seqkern_cuda`
+    cuda_module: str = ""  # what launches them for each of `ops`, by its name; "": they have the names of `ops`
     own_bf16: bool = False  # whether it has kernels of its own for the bf16 tiers
-
-    @property
-    def cuda_needs_triton(self) -> bool:
-        """Whether the CUDA C++ kernels are only a part of the op, and Triton kernels do the rest."""
-        return bool(self.cuda_ops) and not set(self.ops) <= set(self.cuda_ops)
 
 
 ALL = (
@@ -31,6 +26,7 @@ ALL = (
         ops=("attention_fwd", "attention_bwd"),
         functions=("scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode"),
         cuda_ops=("attention_fwd", "attention_bwd", "attention_plan", "attention_decode"),
+        cuda_module="seqkern._attention_cuda",
         own_bf16=True,
     ),
     Slice(
@@ -45,6 +41,7 @@ ALL = (
         ops=("rnn_fwd", "rnn_bwd"),
         functions=("lstm", "gru", "rnn_tanh", "rnn_relu"),
         cuda_ops=("rnn_scan_fwd", "rnn_scan_bwd", "rnn_scan_plan"),
+        cuda_module="seqkern._rnn_cuda",
         own_bf16=True,
     ),
     Slice(

@@ -41,7 +41,7 @@ class Proof:
 
 EXECUTOR = ("tests/simt/*",)
 ATTENTION = Proof((*EXECUTOR, "csrc/attention/**/*.cu"))
-RECURRENT = Proof((*EXECUTOR, "csrc/rnn/**/*.cu"), ("seqkern.kernels.rnn",))
+RECURRENT = Proof((*EXECUTOR, "csrc/rnn/**/*.cu"), ("seqkern.kernels.rnn", "seqkern._rnn_cuda"))
 TRITON = ("kernels/**/*.py",)
 PROOFS = {
     "test_simt": Proof(EXECUTOR),

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from seqkern import reference
+from seqkern import _library, _rnn_cuda, reference
 from seqkern.testing import poison
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
@@ -149,10 +149,11 @@ class Call(NamedTuple):
 
 
 def call(case: Case, seed: int = 0) -> Call:
-    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
+    triton = importlib.import_module("seqkern.kernels.rnn.rnn")
+    kernels = _rnn_cuda if _library._backend == "cuda" else triton
     arguments = build(case, seed)
     lstm = case.cell == LSTM
-    never = mock.patch.object(kernels, "takes_sequence", return_value=False)
+    never = mock.patch.object(triton, "takes_sequence", return_value=False)
     with poison(), never if case.by_steps else mock.patch.dict({}):
         output, h_n, c_n, cells, gates, products = kernels.rnn_fwd(**arguments, keep=True)
         generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import seqkern
-from seqkern import _attention_cuda, _explain, _library
+from seqkern import _attention_cuda, _explain, _library, _rnn_cuda
 from seqkern._slices import CUDA_OPS, FUNCTIONS
 from seqkern.testing import compare, poison, verify
 
@@ -108,36 +108,47 @@ def test_auto_is_triton_until_measured_otherwise(gpu):
     gpu["layer_norm", 90] = "cuda"
     gpu["rnn", 100] = "cuda"
     assert _library.backend_for("layer_norm", OnGpu) == _library.backend_for("add_rms_norm", OnGpu) == "cuda"
-    assert _library.cuda_ops("layer_norm", OnGpu) is torch.ops.seqkern_cuda
+    assert _library._in_cuda("layer_norm", OnGpu)
     for op in ("lstm", "lstm_cell", "attention"):
         assert _library.backend_for(op, OnGpu) == "triton"
-    assert _library.cuda_ops("rnn", OnGpu) is None
+    assert not _library._in_cuda("rnn", OnGpu)
 
 
 def test_auto_without_triton(gpu, monkeypatch):
     monkeypatch.setattr(_library, "has_triton", lambda: False)
-    assert _library.backend_for("rms_norm", OnGpu) == _library.backend_for("attention", OnGpu) == "cuda"
-    for op in ("lstm", "lstm_cell"):
-        with pytest.raises(NotImplementedError, match="needs the triton package, which is not installed"):
-            _library.backend_for(op, OnGpu)
-    with seqkern.use_backend("cuda"), pytest.raises(NotImplementedError, match="lstm: .* need the triton package"):
-        _library.backend_for("lstm", OnGpu)
+    for op in ("rms_norm", "attention", "lstm"):
+        assert _library.backend_for(op, OnGpu) == "cuda"
+    with pytest.raises(NotImplementedError, match="needs the triton package, which is not installed"):
+        _library.backend_for("lstm_cell", OnGpu)
+
+
+def test_a_layer_that_no_scan_serves_says_that_it_needs_triton(monkeypatch):
+    monkeypatch.setattr(_library, "has_triton", lambda: False)
+    monkeypatch.setattr(_library, "_executor", "loaded")
+    with (
+        seqkern.use_backend("cuda"),
+        pytest.raises(
+            NotImplementedError,
+            match=r"needs the triton package, which is not installed \(none: float64 goes step by step",
+        ),
+    ):
+        seqkern.nn.GRU(3, 4, dtype=torch.float64)(torch.ones(2, 1, 3, dtype=torch.float64))
 
 
 def test_cuda_on_request(gpu):
     with seqkern.use_backend("cuda"):
         assert _library.backend_for("gru", OnGpu) == _library.backend_for("layer_norm", OnGpu) == "cuda"
-        assert _library.cuda_ops("rnn", OnGpu) is torch.ops.seqkern_cuda
+        assert _library._in_cuda("rnn", OnGpu)
         for op in ("scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode"):
             assert _library.backend_for(op, OnGpu) == "cuda"
-        assert _library.cuda_ops("attention", OnGpu) is torch.ops.seqkern_cuda
+        assert _library._in_cuda("attention", OnGpu)
         for op in ("lstm_cell", "gru_cell"):
             with pytest.raises(
                 NotImplementedError, match=rf'{op}: it has no kernels in CUDA C\+\+; use_backend\("triton'
             ):
                 _library.backend_for(op, OnGpu)
     with seqkern.use_backend("triton"):
-        assert _library.cuda_ops("rnn", OnGpu) is None
+        assert not _library._in_cuda("rnn", OnGpu)
 
 
 def test_a_gpu_that_the_build_lacks_raises(gpu, monkeypatch):
@@ -167,11 +178,13 @@ def test_which_gpus_a_target_serves(arch, served, others):
 def test_the_cuda_key_chooses_at_every_call(gpu, monkeypatch):
     monkeypatch.setattr(_library, "_CUDA", {name: lambda *args, n=name: ("cuda", n, args) for name in CUDA_OPS})
     monkeypatch.setattr(_library, "_triton_launcher", lambda name: lambda *args: ("triton", name, args))
-    norm, layer = _library._for_cuda_key("layer_norm_fwd"), _library._for_cuda_key("rnn_fwd")
+    monkeypatch.setattr(_rnn_cuda, "rnn_bwd", lambda *args: ("cuda", "rnn_bwd", args))
+    norm, layer = _library._for_cuda_key("layer_norm_fwd"), _library._for_cuda_key("rnn_bwd")
     assert norm(OnGpu, 1) == ("triton", "layer_norm_fwd", (OnGpu, 1))
     with seqkern.use_backend("cuda"):
         assert norm(OnGpu, 1) == ("cuda", "layer_norm_fwd", (OnGpu, 1))
-        assert layer(OnGpu) == ("triton", "rnn_fwd", (OnGpu,))  # it asks cuda_ops for its scan
+        assert layer(None, OnGpu) == ("cuda", "rnn_bwd", (None, OnGpu))
+    assert layer(None, OnGpu) == ("triton", "rnn_bwd", (None, OnGpu))
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])

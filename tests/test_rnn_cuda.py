@@ -8,7 +8,6 @@ it.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -20,21 +19,20 @@ import torch
 from rnn_cases import GRU, LSTM, RNN_RELU, RNN_TANH, Case, build, check, sample
 
 import seqkern
-from seqkern import _library
+from seqkern import _rnn_cuda
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-OTHER_SCANS = ("_scan_whole", "_scan_steps", "plan_sequence_backward", "_scan_back")
 
 
 @contextlib.contextmanager
 def cuda_scans(tier: str = "auto") -> Iterator[None]:
     """Both scans in CUDA C++ in that tier, and no other scan."""
-    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(seqkern.use_backend("cuda"))
-        stack.enter_context(mock.patch.object(kernels, "TIER", tier))
-        for name in OTHER_SCANS:
-            stack.enter_context(mock.patch.object(kernels, name, side_effect=AssertionError(f"{name} was called")))
+    other = AssertionError("it went step by step")
+    with (
+        seqkern.use_backend("cuda"),
+        mock.patch.object(_rnn_cuda, "TIER", tier),
+        mock.patch.object(_rnn_cuda, "_by_steps", side_effect=other),
+    ):
         yield
 
 
@@ -115,7 +113,6 @@ def blocks_of(case: Case, tier: str) -> tuple[int, int]:
 
 def bits_repeat(tier: str, device: str = "cpu") -> None:
     """The same bits again, and for a row whatever is beside it in the batch, and before it in its team."""
-    kernels = importlib.import_module("seqkern.kernels.rnn.rnn")
     for case in (
         Case(hidden=40, batch=35, directions=2, dtype=BF16, given=True, device=device),
         Case(cell=GRU, hidden=40, batch=35, norm=True, given=True, device=device),
@@ -127,9 +124,9 @@ def bits_repeat(tier: str, device: str = "cpu") -> None:
         }
         with cuda_scans(tier):
             for each in (arguments, arguments, one):
-                forward = kernels.rnn_fwd(**each, keep=True)
+                forward = _rnn_cuda.rnn_fwd(**each, keep=True)
                 grad = torch.linspace(-1, 1, forward[0].shape[-1], device=device, dtype=case.dtype)
-                back = kernels.rnn_bwd(
+                back = _rnn_cuda.rnn_bwd(
                     grad.expand_as(forward[0]), None, None, None, **each, output=forward[0], cells=forward[3],
                     gates=forward[4], products=forward[5], need_input=False, need_weights=True,
                 )  # fmt: skip
@@ -145,7 +142,7 @@ def not_served(device: str = "cpu") -> None:
     cases = (Case(peephole=True), Case(projection=3, directions=2), Case(dtype=torch.float64, hidden=9))
     refuse = mock.Mock(side_effect=AssertionError("a scan in CUDA C++ was called"))
     with seqkern.use_backend("cuda"):
-        ops = _library.cuda_ops("rnn", torch.empty(0, device=device))
+        ops = torch.ops.seqkern_cuda
         with mock.patch.object(ops, "rnn_scan_fwd", refuse), mock.patch.object(ops, "rnn_scan_bwd", refuse):
             for case in cases:
                 check(replace(case, device=device))

@@ -2,9 +2,9 @@
 
 import torch
 
-from .._common import accumulator
+from ..._rnn_scan import GATES, GRU, LSTM, prepare, row_sums
+from ..._tensors import accumulator
 from . import plans
-from .plans import GATES, GRU, LSTM
 from .sequence import plan_backward, plan_forward, takes_sequence
 
 # For the ahead-of-time gate: arguments of `prepare` for each option.
@@ -56,7 +56,7 @@ def _aot_problem(
     acc, width = accumulator(dtype), GATES[cell] * n
     lstm = cell == LSTM
     number = input.new_empty
-    problem = plans.prepare(
+    problem = prepare(
         input, number((2, 32, projection or n)), [number((width, projection or n))] * 2, [number(width)] * 2,
         [number(width)] * 2, [number((3, n))] * 2 if peephole and lstm else [],
         [number(2 * width + (2 * n if lstm else 0), dtype=acc)] * 2 if norm else [],
@@ -91,7 +91,7 @@ def _aot_steps(cell, dtype, n, **options):
         yield plans.cell_forward(problem, wide(2, 64, 32, width), *tensors)
         yield plans.operands(problem, output, h0, number((2, 64 * 32, n)))
         yield plans.first_state(problem, wide(2, 32, n), wide(2, 32, n), number((2, 32, n)))
-    sums = plans.row_sums(problem)
+    sums = row_sums(problem)
     for back in (None, state) if problem.norm is None else (state,):
         yield plans.cell_backward(
             problem, output, state, back, None, c, cells, gates, cells, c0, output, h0, products,

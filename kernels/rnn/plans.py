@@ -1,113 +1,27 @@
 """Tiles and arguments of the recurrent kernels, chosen before a launch from shapes, dtypes and options alone."""
 
-from typing import NamedTuple
-
 import torch
 
-from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two
+from ..._rnn_scan import GATES, Problem
+from .._common import TRITON_DTYPE, Launch, cdiv, dropout_scalars, power_of_two
 from . import steps
 
-LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
-GATES = (4, 3, 1, 1)  # G: gates that a cell computes from x and h
-KEPT = (4, 4, 1, 1)  # R: values that the backward pass needs of a step; the GRU's q as well
 _CELLS = 512  # elements of a tile: 4 a thread, so that the few thousand of a step spread over the whole device
 
 
-class Problem(NamedTuple):
-    """What all kernels of one call share, as they take it."""
-
-    cell: int
-    dtype: torch.dtype
-    t: int
-    b: int
-    h: int
-    p: int  # columns of h; fewer than H with a projection
-    d: int
-    reverse: bool
-    bias: torch.Tensor | None  # (D, R H), accumulator's dtype: see `sum_biases`
-    peephole: torch.Tensor | None  # (D, 3 H), accumulator's dtype
-    norm: torch.Tensor | None  # (D, .)
-    lengths: torch.Tensor | None
-    resets: torch.Tensor | None  # uint8
-    mask: torch.Tensor | None
-    seed: torch.Tensor | None
-    zoneout_h: float
-    zoneout_c: float
-    eps: float
-    device: torch.device
-
-    @property
-    def acc(self):
-        return accumulator(self.dtype)
-
-    @property
-    def expected(self):
-        """Whether zoneout uses its expectation."""
-        return self.seed is None and (self.zoneout_h > 0 or self.zoneout_c > 0)
-
-    @property
-    def width(self):
-        return GATES[self.cell] * self.h
-
-    @property
-    def kept(self):
-        return KEPT[self.cell] * self.h
-
-
-def stack(tensors):
-    """D tensors as one; None if there are none."""
-    return None if not tensors else tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def sum_biases(cell, b_ih, b_hh, acc):
-    """(D, R H): for the GRU the sums of b_ih and b_hh for r and z, then b_in and b_hn."""
-    if not b_hh:
-        return None
-    recurrent = stack(b_hh).to(acc)
-    input = stack(b_ih).to(acc) if b_ih else torch.zeros_like(recurrent)
-    if cell != GRU:
-        return (input + recurrent).contiguous()
-    both = recurrent.size(1) // 3 * 2
-    return torch.cat([(input + recurrent)[:, :both], input[:, both:], recurrent[:, both:]], 1)
-
-
-def prepare(
-    input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell,
-    reverse,
-):  # fmt: skip
-    (t, b), (d, _, p), acc = input.shape[:2], h0.shape, accumulator(input.dtype)
-    h = w_hh[0].size(0) // GATES[cell]
-    zones = zoneout_h > 0 or zoneout_c > 0
-    if norm and h > longest(acc):
+def check(problem):
+    """Raises NotImplementedError where a row of layer norm is too long for one program."""
+    if problem.norm is not None and problem.h > longest(problem.acc):
         raise NotImplementedError(
-            f"seqkern rnn: with layer norm the Triton kernels take hidden sizes up to {longest(acc)} in "
-            f'{input.dtype}, got {h}; use_backend("reference") runs any'
+            f"seqkern rnn: with layer norm the Triton kernels take hidden sizes up to {longest(problem.acc)} in "
+            f'{problem.dtype}, got {problem.h}; use_backend("reference") runs any'
         )
-    return Problem(
-        cell, input.dtype, t, b, h, p, d, reverse,
-        sum_biases(cell, b_ih, b_hh, acc),
-        stack([each.reshape(3 * h) for each in peephole]).to(acc).contiguous() if peephole else None,
-        stack(norm).contiguous() if norm else None,
-        None if lengths is None else lengths.contiguous(),
-        None if resets is None else resets.contiguous().view(torch.uint8),
-        None if recurrent_mask is None else recurrent_mask.contiguous(),
-        seed.contiguous() if zones and seed is not None else None,
-        float(zoneout_h), float(zoneout_c), float(eps), h0.device,
-    )  # fmt: skip
 
 
 def single(h, cell):
     """One step of one direction, without options."""
     b, columns = h.shape
     return Problem(cell, h.dtype, 1, b, columns, columns, 1, False, *(None,) * 7, 0.0, 0.0, 0.0, h.device)
-
-
-def row_sums(problem):
-    """Where the scan sums the gradients of norm and peepholes, one row for each row of the batch."""
-    return [
-        None if weight is None else weight.new_zeros((problem.d, problem.b, weight.size(1)))
-        for weight in (problem.norm, problem.peephole)
-    ]
 
 
 def longest(acc):

@@ -1,13 +1,11 @@
-"""LSTM, GRU and RNN layers with every option, forward and backward: Triton, with a scan in Triton or in CUDA C++.
+"""LSTM, GRU and RNN layers with every option, forward and backward, in Triton; `seqkern._rnn_cuda` is CUDA C++'s.
 
 The idea. Everything that does not wait for h_{t-1} leaves the loop. One GEMM gives the input's contribution to the
 gates of all steps; after the backward scan one GEMM each gives grad_input and the gradients of the weights. The scan
-itself runs in one of three ways:
+itself runs in one of two ways:
 
 - small hidden sizes (`sequence.py`): one program for a direction and a tile of the batch walks all steps, with the
   weights, h and c on chip. Sequences never meet, so programs need no synchronisation;
-- where CUDA C++ is in force (csrc/rnn/cuda/*.cu): the same by a thread block, a cluster or the whole device, as long as
-  the weights fit on chip; with zoneout and layer norm, but neither projection, peepholes nor float64;
 - all others (`steps.py`): a step is one product with w_hh, of both directions at once, and one kernel, which adds
   products and biases, normalises, applies gates, zoneout, lengths and resets, and keeps what the backward pass needs.
 
@@ -38,49 +36,27 @@ device, so a caller may capture it in a CUDA graph. No GPU speed has been measur
 
 import torch
 
-from ... import _library
-from .._common import accumulator, on, run, shared_memory, unit_last
+from ..._rnn_scan import (
+    GRU,
+    LSTM,
+    Scanned,
+    all_gradients,
+    input_gates,
+    memory_of,
+    per_step,
+    prepare,
+    product,
+    row_sums,
+    stack,
+    stack_or_none,
+)
+from ..._tensors import unit_last
+from .._common import on, run, shared_memory
 from .._replay import Repeated
 from . import plans
-from .plans import GRU, LSTM, stack
 from .sequence import plan_backward as plan_sequence_backward
 from .sequence import plan_forward as plan_sequence_forward
 from .sequence import takes_sequence
-
-TIER = "auto"  # the CUDA scan's tier: the smallest that holds the weights, or (tests) "block", "cluster", "grid"
-
-
-def _product(a, b, out=None):
-    """a @ b, matrices or batches of them, in the accumulator's dtype, without rounding to a shorter one in between."""
-    acc = accumulator(a.dtype)
-    if out is None:  # always passes `out`, which autocast (it may be on in a backward pass) leaves alone
-        out = a.new_empty((*a.shape[:-1], b.size(-1)), dtype=acc)
-    if 0 in (*a.shape, b.size(-1)):  # an empty sum or an empty result
-        return out.zero_()
-    multiply = torch.mm if a.dim() == 2 else torch.bmm
-    if a.dtype == acc:
-        return multiply(a, b, out=out)
-    if a.is_cuda:
-        return multiply(a, b, out_dtype=acc, out=out)
-    return multiply(a.to(acc), b.to(acc), out=out)  # interpreter: torch has no mixed product on CPU
-
-
-def _given_gates(input, problem):
-    """zx given by the caller, (D, T, B, G H)."""
-    return unit_last(input).unflatten(2, (problem.d, problem.width)).permute(2, 0, 1, 3)
-
-
-def _input_gates(input, w_ih, problem, memory=None):
-    """zx without biases, (D, T, B, G H), in the accumulator's dtype; written to `memory` if that is given."""
-    if not w_ih:
-        return _given_gates(input, problem)
-    rows = problem.t * problem.b
-    if memory is None:
-        memory = input.new_empty((problem.d, problem.t, problem.b, problem.width), dtype=problem.acc)
-    flat = input.reshape(rows, input.size(2))
-    for weight, result in zip(w_ih, memory.view(problem.d, rows, problem.width).unbind(0), strict=True):
-        _product(flat, weight.t(), out=result)
-    return memory
 
 
 def _first_operand(problem, h0):
@@ -97,51 +73,22 @@ def rnn_fwd(
     zoneout_c, eps, cell, reverse, keep,
 ):  # fmt: skip
     """The launcher behind `seqkern::rnn_fwd`: (output, h_n, c_n, cells, gates, products), (0,) where not kept."""
-    problem = plans.prepare(
+    problem = prepare(
         input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps,
         cell, reverse,
     )  # fmt: skip
-    t, b, d, acc = problem.t, problem.b, problem.d, problem.acc
+    plans.check(problem)
     h0 = h0.contiguous()
-    output = input.new_empty((t, b, d * problem.p))
-    cells, gates, products = (None,) * 3
-    if keep:
-        cells = h0.new_empty((d, t, b, problem.h), dtype=acc) if cell == LSTM else None
-        gates = h0.new_empty((d, t, b, problem.kept), dtype=acc)
-        products = h0.new_empty((d, t, b, problem.width), dtype=acc) if norm else None
-    x = _input_gates(input, w_ih, problem, gates if cell != GRU else None)
-
-    w_hh, w_hr = stack(w_hh), stack(w_hr)
-    cuda = _cuda_scan(problem, w_hh, w_hr)
-    if cuda is not None:
-        h, c = _scan_cuda(cuda, problem, x, h0, c0, w_hh, output, cells, gates, products)
-    elif w_hr is None and takes_sequence(problem, shared_memory(input.device)):
-        h, c = _scan_whole(problem, x, h0, c0, w_hh, output, cells, gates)
+    output = input.new_empty((problem.t, problem.b, problem.d * problem.p))
+    kept = memory_of(problem, h0, keep)
+    x = input_gates(input, w_ih, problem, kept.gates if cell != GRU else None)
+    w_hh, w_hr = stack(w_hh), stack_or_none(w_hr)
+    if w_hr is None and takes_sequence(problem, shared_memory(input.device)):
+        h, c = _scan_whole(problem, x, h0, c0, w_hh, output, kept.cells, kept.gates)
     else:
-        h, c = _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products)
-    empty = h0.new_empty(0)
-    kept = tuple(h0.new_empty(0, dtype=acc) if each is None else each for each in (cells, gates, products))
-    return output, h.to(input.dtype), empty if c is None else c.to(input.dtype), *kept
-
-
-def _cuda_scan(problem, w_hh, w_hr, backward=False):
-    """The ops in CUDA C++, if they are in force and one of their tiers serves this scan; else None."""
-    ops = _library.cuda_ops("rnn", w_hh)
-    if ops is None or w_hr is not None or problem.peephole is not None or problem.dtype == torch.float64:
-        return None
-    plan = ops.rnn_scan_plan(w_hh, problem.b, problem.cell, problem.norm is not None, backward, TIER)
-    return None if plan.startswith("none") else ops
-
-
-def _scan_cuda(ops, problem, x, h0, c0, w_hh, output, cells, gates, products):
-    """(h, c) after the last step, from one launch in CUDA C++."""
-    c0 = None if c0 is None else c0.contiguous()
-    h, c = ops.rnn_scan_fwd(
-        x, w_hh.contiguous(), problem.bias, problem.norm, problem.lengths, problem.resets, problem.mask, problem.seed,
-        h0, c0, problem.zoneout_h, problem.zoneout_c, problem.eps, problem.cell, problem.reverse, output, cells, gates,
-        products, TIER,
-    )  # fmt: skip
-    return h, None if c0 is None else c
+        h, c = _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, *kept)
+    c = h0.new_empty(0) if c is None else c.to(input.dtype)
+    return output, h.to(input.dtype), c, *kept.given(h0, problem.acc)
 
 
 def _scan_whole(problem, x, h0, c0, w_hh, output, cells, gates):
@@ -158,11 +105,11 @@ def _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products):
     h = h0.to(acc, copy=True)
     c = None if c0 is None else c0.to(acc, copy=True, memory_format=torch.contiguous_format)
     operand = _first_operand(problem, h0)
-    product = h.new_empty((d, b, problem.width))
+    results = h.new_empty((d, b, problem.width))
     hidden, projected = None, None
     if w_hr is not None:
         hidden, projected = operand.new_empty((d, b, problem.h)), torch.empty_like(h)
-    rows = [None if s is None else s.flatten(0, 1) for s in (product, h, c)]
+    rows = [None if s is None else s.flatten(0, 1) for s in (results, h, c)]
     cell = plans.cell_forward(
         problem, x, *rows, *rows[1:], operand, output, cells, gates, products, hidden
     )  # fmt: skip
@@ -172,10 +119,10 @@ def _scan_steps(problem, x, h0, c0, w_hh, w_hr, output, cells, gates, products):
     w_hr = None if w_hr is None else w_hr.transpose(1, 2)
     with on(device):
         for step in range(problem.t):
-            _product(operand, w_hh, out=product)
+            product(operand, w_hh, out=results)
             cell(step)
             if behind is not None:
-                _product(hidden, w_hr, out=projected)
+                product(hidden, w_hr, out=projected)
                 behind(step)
     return h, c
 
@@ -185,7 +132,7 @@ def _found_again(problem, input, w_ih, x_products, c0, cells):
     nothing."""
     shape = (problem.d, problem.t, problem.b)
     gates = input.new_empty((*shape, problem.kept), dtype=problem.acc)
-    x = _input_gates(input, w_ih, problem, gates if problem.cell != GRU else None)
+    x = input_gates(input, w_ih, problem, gates if problem.cell != GRU else None)
     kept = None if problem.norm is None else x_products.new_empty((*shape, problem.width))
     run([plans.all_gates(problem, x, x_products, c0, cells, gates, kept)], input.device)
     return gates, kept
@@ -201,26 +148,25 @@ def rnn_bwd(
     (grad_input, grad_h0, grad_c0, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh, grad_w_hr, grad_peephole, grad_norm),
     (0,) where not needed.
     """
-    problem = plans.prepare(
+    problem = prepare(
         input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps,
         cell, reverse,
     )  # fmt: skip
-    t, b, h, p, d = problem.t, problem.b, problem.h, problem.p, problem.d
-    dtype, acc, device = problem.dtype, problem.acc, input.device
-    rows = t * b
+    plans.check(problem)
+    t, b, d, device = problem.t, problem.b, problem.d, input.device
     h0, output = h0.contiguous(), output.contiguous()
     c0, grad_cells = (None if each is None else each.contiguous() for each in (c0, grad_cells))
     cells = cells.contiguous() if cell == LSTM else None
     grad_output = None if grad_output is None else unit_last(grad_output)
-    w_hh, w_hr = stack(w_hh), stack(w_hr)
+    w_hh, w_hr = stack(w_hh), stack_or_none(w_hr)
 
-    recompute = gates.numel() == 0 and rows > 0
+    again = gates.numel() == 0 and t * b > 0
     operands = None
-    if need_weights or recompute:
-        operands = h0.new_empty((d, rows, p))
+    if need_weights or again:
+        operands = h0.new_empty((d, t * b, problem.p))
         run([plans.operands(problem, output, h0, operands)], device)
-    if recompute:
-        all_products = _product(operands, w_hh.transpose(1, 2))
+    if again:
+        all_products = product(operands, w_hh.transpose(1, 2))
         gates, products = _found_again(problem, input, w_ih, all_products, c0, cells)
         del all_products
     gates = gates.contiguous()
@@ -229,83 +175,24 @@ def rnn_bwd(
     # the gradients of zx, and those of w_hh's product if they differ or are in another order
     grad_x = input.new_empty((t, b, d * problem.width))
     apart = d > 1 or cell == GRU or norm
-    grad_products = _per_step(problem, problem.width, need_weights) if apart else grad_x.view(1, t, b, problem.width)
-    sums = norm_sums, peephole_sums = plans.row_sums(problem)
+    grad_products = per_step(problem, problem.width, need_weights) if apart else grad_x.view(1, t, b, problem.width)
+    sums = row_sums(problem)
     hidden, grad_hat = None, None
-    cuda = _cuda_scan(problem, w_hh, w_hr, backward=True)
-    if cuda is not None:
-        grad_h0, grad_c0 = _scan_back_cuda(
-            cuda, problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh,
-            grad_x, grad_products if apart and need_weights else None, norm_sums,
-        )  # fmt: skip
-    elif w_hr is None and takes_sequence(problem, shared_memory(device)):
+    if w_hr is None and takes_sequence(problem, shared_memory(device)):
         (grad_h0, grad_c0), launches = plan_sequence_backward(
             problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, w_hh.contiguous(),
             grad_x, grad_products if apart else None,
         )  # fmt: skip
         run(launches, device)
     else:
-        hidden, grad_hat = (None if w_hr is None else _per_step(problem, n, need_weights) for n in (h, p))
+        if w_hr is not None:
+            hidden, grad_hat = (per_step(problem, columns, need_weights) for columns in (problem.h, problem.p))
         grad_h0, grad_c0 = _scan_back(
             problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh, w_hr,
             grad_x, grad_products, apart, hidden, grad_hat, sums,
         )  # fmt: skip
-
-    empty = h0.new_empty(0)
-    flat = grad_x.view(rows, d * problem.width)
-    grad_input = empty
-    if need_input:
-        grad_input = _product(flat, torch.cat(list(w_ih))).to(dtype).view(input.shape) if w_ih else grad_x
-    result = [grad_input, grad_h0.to(dtype), empty if grad_c0 is None else grad_c0.to(dtype)]
-    if not need_weights:
-        return (*result, *(h0.new_empty(0) for _ in range(6)), h0.new_empty(0, dtype=acc))
-    grad_w_ih, grad_b_ih, grad_w_hr, grad_peephole = (h0.new_empty(0) for _ in range(4))
-    if w_ih:
-        grad_w_ih = (
-            _product(flat.t(), input.reshape(rows, input.size(2))).to(dtype).view(d, problem.width, input.size(2))
-        )
-    turned = grad_products.reshape(d, rows, problem.width).transpose(1, 2)
-    grad_w_hh = _product(turned, operands).to(dtype)
-    grad_b_hh = flat.sum(0, dtype=acc).to(dtype).view(d, problem.width)
-    if w_ih:
-        grad_b_ih = grad_b_hh.clone()
-    grad_norm = h0.new_empty(0, dtype=acc)
-    if norm:
-        grad_norm = norm_sums.sum(1)
-    if cell == GRU:  # after the norm, like the norm's own bias
-        width = problem.width
-        grad_b_hh = grad_norm[:, width : 2 * width] if norm else grad_products.sum((1, 2), dtype=acc)
-        grad_b_hh = grad_b_hh.to(dtype).contiguous()
-    if w_hr is not None:
-        turned = grad_hat.reshape(d, rows, p).transpose(1, 2)
-        grad_w_hr = _product(turned, hidden.reshape(d, rows, h)).to(dtype)
-    if peephole:
-        grad_peephole = peephole_sums.sum(1).view(d, 3, h).to(dtype)
-    return (*result, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh, grad_w_hr, grad_peephole, grad_norm)
-
-
-def _per_step(problem, columns, keep):
-    """(D, T, B, columns) in the dtype; without `keep` all times share the memory of one."""
-    t = problem.t if keep else 1
-    memory = torch.empty((problem.d, t, problem.b, columns), dtype=problem.dtype, device=problem.device)
-    return memory if keep else memory.expand(-1, problem.t, -1, -1)
-
-
-def _scan_back_cuda(
-    ops, problem, grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh, grad_x,
-    grad_products, norm_sums,
-):  # fmt: skip
-    """(grad_h0, grad_c0), from one launch in CUDA C++. grad_products: None if no gradient of w_hh is needed."""
-    grad_h_n, grad_c_n = (None if each is None else each.contiguous() for each in (grad_h_n, grad_c_n))
-    steps = (problem.d, problem.t, problem.b)
-    gates = gates.view(*steps, problem.kept)  # without steps nothing was recomputed
-    products = None if products is None else products.view(*steps, problem.width)
-    grad_h0, grad_c0 = ops.rnn_scan_bwd(
-        grad_output, grad_h_n, grad_c_n, grad_cells, gates, cells, c0, output, h0, products, w_hh.contiguous(),
-        problem.norm, problem.lengths, problem.resets, problem.mask, problem.seed, problem.zoneout_h, problem.zoneout_c,
-        problem.eps, problem.cell, problem.reverse, grad_x, grad_products, norm_sums, TIER,
-    )  # fmt: skip
-    return grad_h0, None if c0 is None else grad_c0
+    scanned = Scanned(grad_h0, grad_c0, grad_x, grad_products, *sums, hidden, grad_hat)
+    return all_gradients(problem, input, w_ih, operands if need_weights else None, scanned, need_input)
 
 
 def _scan_back(
@@ -342,9 +229,9 @@ def _scan_back(
         for step in reversed(range(problem.t)):
             if state is not None:
                 state(step)
-                _product(_slab(grad_hat, problem, step), w_hr, out=grad_hidden)
+                product(_slab(grad_hat, problem, step), w_hr, out=grad_hidden)
             cell(step)
-            _product(_slab(grad_products, problem, step), w_hh, out=recurrent)
+            product(_slab(grad_products, problem, step), w_hh, out=recurrent)
             if step == problem.t - 1:
                 cell, state = plan(recurrent)
     grad_h0 = h0.new_empty((d, b, problem.p))

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..._rnn_scan import GATES, Problem
 from .._common import TRITON_DTYPE, Launch, aligned, cdiv, dot, power_of_two, rounded
 from .cells import (
     GRU,
@@ -31,7 +32,7 @@ from .cells import (
     tanh,
     time_of,
 )
-from .plans import GATES, Problem, strides_of
+from .plans import strides_of
 
 # Integers that must not be compiled in: new sizes compile nothing.
 _SIZES = ["x_strides", "grad_strides", "grad_products_strides", "T", "B", "H", "D", "reverse"]
