@@ -152,6 +152,7 @@ def results_page(runs: list[Run], folder: Path = STORED) -> str:
         for op, where in dict.fromkeys((key[0], key[-1]) for key in cases):
             rows = [row(case) for key, case in cases.items() if (key[0], key[-1]) == (op, where)]
             parts.append(f"### {op}, {where}\n\n{markdown(HEAD, rows, left=(0, 1, 2, 4))}")
+    parts += [_small_calls(path) for path in sorted(folder.glob("*/small-calls.json"))]
     parts += [_host_time(path) for path in sorted(folder.glob("*/host-time.json"))]
     return "\n".join(parts)
 
@@ -239,6 +240,31 @@ def _host_time(path: Path) -> str:
     )
     rows = [[r["call"], f"{r['new_us']:.1f}", f"{r['made_before_us']:.1f}"] for r in stored["rows"]]
     return text + markdown(("call", "of a new shape", "of a shape seen before"), rows, left=(0,))
+
+
+def _small_calls(path: Path) -> str:
+    stored = json.loads(path.read_text())
+    machine = stored["machine"]
+    text = (
+        "## Small calls\n\n"
+        f"`{path.parent.name}/{path.name}`: {machine['processor']}, torch {machine['torch']}, one thread. Microseconds "
+        "of a call with hardly any arithmetic, and of it and its backward pass; how many times torch's speed seqkern "
+        "has.\n\n"
+    )
+    rows = []
+    for call in stored["calls"]:
+        cells = [call["op"]]
+        for mode in ("inference", "training"):
+            found = call[mode]
+            ratio = f"{found['ratio']:.2f}"
+            cells += [
+                f"{found['ours_us']:.1f}",
+                f"{found['torch_us']:.1f}",
+                ratio if found["ratio"] >= 1 else f"**{ratio}**",
+            ]
+        rows.append(cells)
+    head = ("call", "inference", "torch", "ratio", "training", "torch", "ratio")
+    return text + markdown(head, rows, left=(0,))
 
 
 def digits(x: float) -> str:

@@ -1,4 +1,4 @@
-"""What small calls cost beside torch's, which are hardly arithmetic: `python -m benchmarks.small_calls [--json FILE]`.
+"""What small calls cost beside torch's: `python -m benchmarks.small_calls [--quick] [--json FILE]`.
 
 Each line: microseconds of the call in inference and in training (forward and backward), ours and torch's, and how many
 times torch's speed ours has: the median over rounds that take turns (A B A B), one thread. Generation lives on such
@@ -24,7 +24,7 @@ import seqkern
 from seqkern import _direct
 
 Call = Callable[[], Any]
-ROUNDS, CALLS = 101, 50
+CALLS = 50  # between two looks at the clock
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -91,20 +91,20 @@ def _microseconds(call: Call) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-def _compare(ours: Call, theirs: Call) -> dict[str, float]:
+def _compare(ours: Call, theirs: Call, rounds: int) -> dict[str, Any]:
     for call in (ours, theirs):
         _microseconds(call)
-    pairs = [(_microseconds(ours), _microseconds(theirs)) for _ in range(ROUNDS)]
+    pairs = [(_microseconds(ours), _microseconds(theirs)) for _ in range(rounds)]
     ratios = sorted(b / a for a, b in pairs)
     return {
         "ours_us": round(statistics.median(a for a, _ in pairs), 2),
         "torch_us": round(statistics.median(b for _, b in pairs), 2),
         "ratio": round(statistics.median(ratios), 3),
-        "quartiles": [round(ratios[ROUNDS // 4], 3), round(ratios[3 * ROUNDS // 4], 3)],  # type: ignore[dict-item]
+        "quartiles": [round(ratios[rounds // 4], 3), round(ratios[3 * rounds // 4], 3)],
     }
 
 
-def measure() -> list[dict[str, Any]]:
+def measure(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, (ours, theirs, tensors) in _ops().items():
         torch.testing.assert_close(ours(*tensors), theirs(*tensors))
@@ -117,8 +117,8 @@ def measure() -> list[dict[str, Any]]:
             function(*tensors)
 
         with torch.no_grad():
-            inference = _compare(lambda: inferred(ours), lambda: inferred(theirs))  # noqa: B023
-        training = _compare(lambda: trained(ours), lambda: trained(theirs))  # noqa: B023
+            inference = _compare(lambda: inferred(ours), lambda: inferred(theirs), rounds)  # noqa: B023
+        training = _compare(lambda: trained(ours), lambda: trained(theirs), rounds)  # noqa: B023
         rows.append({"op": name, "inference": inference, "training": training})
         print(
             f"{name:36}  inference {inference['ours_us']:7.2f} us, torch {inference['torch_us']:7.2f}: "
@@ -129,14 +129,15 @@ def measure() -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.small_calls", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few seconds, and less certain")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to store the figures")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"fast path: {'there' if _direct.FRONTS else 'none'}")
-    rows = measure()
+    rows = measure(5 if options.quick else 101)
     if options.json:
         machine = {
             "processor": dict(seqkern._explain.describe_machine())["processor"],

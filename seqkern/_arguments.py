@@ -18,6 +18,64 @@ def by_name(op: Any, values: Sequence[Any]) -> dict[str, Any]:
     return {argument.name: value for argument, value in zip(op.default._schema.arguments, values, strict=True)}
 
 
+# ---- norms --------------------------------------------------------------------------------------------------------
+
+
+class LayerNormNumbers(NamedTuple):
+    eps: float
+    dropout_p: float
+    centred: bool
+    dims: int  # how many, the last ones, are normalised together
+
+
+class LayerNorm(NamedTuple):
+    """A norm, of a sum where there is a residual; also the gradients of its arguments."""
+
+    input: Any = None
+    residual: Any = None
+    weight: Any = None
+    bias: Any = None
+    seed: Any = None
+    eps: Any = None
+    dropout_p: Any = None
+    centred: Any = None
+    dims: Any = None
+
+    @property
+    def numbers(self) -> LayerNormNumbers:
+        return LayerNormNumbers(self.eps, self.dropout_p, self.centred, self.dims)
+
+    def differentiable(self) -> tuple[Any, ...]:
+        return (self.input, self.residual, self.weight, self.bias)
+
+
+class LayerNormBackward(NamedTuple):
+    """The backward pass of a norm; also the gradients of its arguments."""
+
+    grad_output: Any = None
+    grad_sum: Any = None
+    normalised: Any = None
+    weight: Any = None
+    bias: Any = None
+    mean: Any = None
+    rstd: Any = None
+    seed: Any = None
+    eps: Any = None
+    dropout_p: Any = None
+    centred: Any = None
+    dims: Any = None
+    need_weight: Any = None
+    need_bias: Any = None
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """What is no tensor."""
+        return (self.eps, self.dropout_p, self.centred, self.dims, self.need_weight, self.need_bias)
+
+    def differentiable(self) -> tuple[Any, ...]:
+        return (self.grad_output, self.grad_sum, self.normalised, self.weight, self.bias)
+
+
 # ---- recurrent layers ---------------------------------------------------------------------------------------------
 
 

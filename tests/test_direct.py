@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import json
 import mmap
 import sys
 import threading
@@ -645,3 +646,21 @@ def test_another_build_of_the_kernels_has_no_fast_path():
     find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]
     assert find(b"layer_norm_fwd", b"void (int)") is None
     assert find(b"no_such_op", b"void (int)") is None
+
+
+def test_small_calls_are_measured(tmp_path, capsys):
+    """The benchmark compares results first; of its times only that they are there."""
+    from benchmarks import pages, small_calls
+
+    threads, file = torch.get_num_threads(), tmp_path / "small-calls.json"
+    try:
+        small_calls.main(["--quick", "--json", str(file)])
+    finally:
+        torch.set_num_threads(threads)
+    assert "LSTMCell 1 x 64" in capsys.readouterr().out
+    calls = json.loads(file.read_text())["calls"]
+    assert {"layer_norm 8 x 64", "swiglu 8 x 64", "GRU, a step of 1 x 64"} <= {call["op"] for call in calls}
+    assert all(
+        call[mode][key] > 0 for call in calls for mode in ("inference", "training") for key in ("ours_us", "ratio")
+    )
+    assert f"| {calls[0]['op']} | " in pages._small_calls(file)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import _direct, reference
+from seqkern._arguments import LayerNorm, LayerNormBackward, LayerNormNumbers, by_name
 from seqkern._direct import fast, long_way
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
@@ -346,9 +347,9 @@ def _norm(
     shape = _check(op, input, normalized_shape, weight, bias, eps)
     if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's ops: float32 there, no change on CPU
         input, weight, bias = _widen(input), _widen(weight), _widen(bias)
-    arguments = (input, None, weight, bias, None, eps, 0.0, centred, len(shape))
+    arguments = LayerNorm(input, None, weight, bias, None, eps, 0.0, centred, len(shape))
     if backend_for(op, input) == "reference":
-        return _formula(*arguments)
+        return _formula(arguments)
     output: Tensor = apply(_LayerNorm, _LayerNormEager, wants_gradient(input, weight, bias), *arguments)[0]
     return output
 
@@ -387,9 +388,9 @@ def _add_norm(
     seed = _check_seed(op, seed, input) if dropout_p else None
     if residual is None and dropout_p:
         residual = torch.zeros_like(input)  # dropout is part of the addition
-    arguments = (input, residual, weight, bias, seed, eps, dropout_p, centred, len(shape))
+    arguments = LayerNorm(input, residual, weight, bias, seed, eps, dropout_p, centred, len(shape))
     if backend_for(op, input) == "reference":
-        results = _formula(*arguments)
+        results = _formula(arguments)
         output, total = results if residual is not None else (results, input)
     else:
         differentiable = wants_gradient(input, residual, weight, bias)
@@ -414,24 +415,15 @@ def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
     return t if t.shape == shape else torch.ops.aten._unsafe_view.default(t, shape)
 
 
-def _formula(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    centred: bool,
-    dims: int,
-) -> Any:
+def _formula(norm: LayerNorm) -> Any:
     """The reference on tensors of any shape: the output, and the sum when there is a residual."""
-    arguments = (_vector(weight), _vector(bias))
-    if residual is None:
-        return reference.layer_norm(_matrix(input, dims), *arguments, eps, centred).reshape(input.shape)
-    matrices = (_matrix(input, dims), _matrix(residual, dims))
-    results = reference.add_layer_norm(*matrices, *arguments, seed, eps, dropout_p, centred)
-    return tuple(t.reshape(input.shape) for t in results)
+    x, weight, bias = _matrix(norm.input, norm.dims), _vector(norm.weight), _vector(norm.bias)
+    if norm.residual is None:
+        return reference.layer_norm(x, weight, bias, norm.eps, norm.centred).reshape(norm.input.shape)
+    results = reference.add_layer_norm(
+        x, _matrix(norm.residual, norm.dims), weight, bias, norm.seed, norm.eps, norm.dropout_p, norm.centred
+    )
+    return tuple(t.reshape(norm.input.shape) for t in results)
 
 
 def _widen(t: Any) -> Any:
@@ -470,15 +462,17 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        input, residual, weight, bias, seed, *ctx.options = inputs
+        norm = LayerNorm(*inputs)
         _, total, mean, rstd = output
-        ctx.added, ctx.dropped = residual is not None, seed is not None
+        ctx.numbers = norm.numbers
+        ctx.added, ctx.dropped = norm.residual is not None, norm.seed is not None
         # A sum of two constants is one, unless forward mode differentiates it, which `needs_input_grad` does not tell.
         fixed = not ctx.added or not (any(ctx.needs_input_grad[:2]) or transforms_active())
         ctx.set_materialize_grads(False)
-        kept: tuple[Any, ...] = (total if ctx.added else input, weight, bias, mean, rstd, seed)
+        normalised = total if ctx.added else norm.input
+        kept: tuple[Any, ...] = (normalised, norm.weight, norm.bias, mean, rstd, norm.seed)
         if forward_ad._current_level >= 0:
-            kept = (*kept, input, residual)
+            kept = (*kept, norm.input, norm.residual)
             ctx.save_for_forward(*kept)
         else:  # not in forward mode, where under vmap it is of no effect: there every output has a tangent
             ctx.mark_non_differentiable(mean, rstd, *((total,) if fixed else ()))
@@ -488,37 +482,44 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, *_: Any) -> Any:
         transforms_active()  # refuses to be compiled inside a transform, before the compiler looks at a gradient
         needs = ctx.needs_input_grad
+        numbers: LayerNormNumbers = ctx.numbers
         if grad_output is None and not ctx.dropped:  # the sum alone was used, or nothing
-            return grad_sum if needs[0] else None, grad_sum if needs[1] else None, *[None] * 7
+            return tuple(LayerNorm(grad_sum if needs[0] else None, grad_sum if needs[1] else None))
         normalised, weight, bias, mean, rstd, seed, *_ = ctx.saved_tensors
         if grad_output is None:
-            _, dropout_p, _, dims = ctx.options
-            grad = None if grad_sum is None else dropout(_matrix(grad_sum, dims), seed, dropout_p)
-            grad = None if grad is None else grad.reshape(normalised.shape)
-            return grad if needs[0] else None, grad_sum if needs[1] else None, *[None] * 7
+            grad = None
+            if grad_sum is not None:
+                grad = dropout(_matrix(grad_sum, numbers.dims), seed, numbers.dropout_p)
+                grad = grad.reshape(normalised.shape)
+            return tuple(LayerNorm(grad if needs[0] else None, grad_sum if needs[1] else None))
         grad_residual, grad_input, grad_weight, grad_bias = apply(
             _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
-            grad_output, grad_sum if ctx.added else None, normalised, weight, bias, mean, rstd, seed, *ctx.options,
-            needs[2], needs[3],
+            *LayerNormBackward(
+                grad_output, grad_sum if ctx.added else None, normalised, weight, bias, mean, rstd, seed, *numbers,
+                needs[2], needs[3],
+            ),
         )  # fmt: skip
         grads = (grad_input if ctx.dropped else grad_residual, grad_residual, grad_weight, grad_bias)
-        return *(g if needed else None for g, needed in zip(grads, needs, strict=False)), *[None] * 5
+        return tuple(LayerNorm(*(g if needed else None for g, needed in zip(grads, needs, strict=False))))
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
         _, weight, bias, mean, rstd, seed, input, residual = ctx.saved_tensors
 
-        def outputs(input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Any:
-            return _formula(input, residual, weight, bias, seed, *ctx.options)
+        norm = LayerNorm(input, residual, weight, bias, seed, *ctx.numbers)
 
-        found = tangents(outputs, (input, residual, weight, bias), input_tangents[:4])
+        def outputs(input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Any:
+            return _formula(LayerNorm(input, residual, weight, bias, seed, *ctx.numbers))
+
+        found = tangents(outputs, norm.differentiable(), LayerNorm(*input_tangents).differentiable())
         results = (found, input.new_empty(0)) if residual is None else found
         return *results, torch.zeros_like(mean), torch.zeros_like(rstd)
 
     @staticmethod
-    def plain(input: Tensor, residual: Tensor | None, *rest: Any) -> Any:
-        found = _formula(input, residual, *rest)
-        results = (found, input.new_empty(0)) if residual is None else found
+    def plain(*args: Any) -> Any:
+        norm = LayerNorm(*args)
+        found = _formula(norm)
+        results = (found, norm.input.new_empty(0)) if norm.residual is None else found
         return *results, None, None
 
 
@@ -562,19 +563,25 @@ class _LayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        grad_output, grad_sum, input, weight, bias, _, _, seed, *ctx.options = inputs
-        ctx.save_for_backward(grad_output, grad_sum, input, weight, bias, seed)
+        passed = LayerNormBackward(*inputs)
+        kept = (*passed.differentiable(), passed.seed)
+        ctx.numbers = passed.numbers
+        ctx.save_for_backward(*kept)
         if forward_ad._current_level >= 0:
-            ctx.save_for_forward(grad_output, grad_sum, input, weight, bias, seed)
+            ctx.save_for_forward(*kept)
 
     @staticmethod
-    def formula(saved: Sequence[Any], options: Sequence[Any]) -> Any:
-        """The gradients as a function of cotangents, what was normalised and parameters; and these."""
-        *inputs, seed = saved
-        eps, dropout_p, centred, dims, need_weight, need_bias = options
+    def saved(ctx: Any) -> LayerNormBackward:
+        grad_output, grad_sum, normalised, weight, bias, seed = ctx.saved_tensors
+        return LayerNormBackward(grad_output, grad_sum, normalised, weight, bias, None, None, seed, *ctx.numbers)
+
+    @staticmethod
+    def formula(passed: LayerNormBackward) -> Any:
+        """The gradients as a function of cotangents, what was normalised and parameters."""
+        seed, dims = passed.seed, passed.dims
 
         def norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-            return _formula(input, None, weight, bias, None, eps, 0.0, centred, dims)
+            return _formula(LayerNorm(input, None, weight, bias, None, passed.eps, 0.0, passed.centred, dims))
 
         def grads(
             grad_output: Tensor, grad_sum: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -586,25 +593,28 @@ class _LayerNormBackward(torch.autograd.Function):
             empty = input.new_empty(0)
             grad_input = empty
             if seed is not None:
-                grad_input = dropout(_matrix(total, dims), seed, dropout_p).reshape(input.shape)
-            return total, grad_input, grad_weight if need_weight else empty, grad_bias if need_bias else empty
+                grad_input = dropout(_matrix(total, dims), seed, passed.dropout_p).reshape(input.shape)
+            grad_weight = grad_weight if passed.need_weight else empty
+            return total, grad_input, grad_weight, grad_bias if passed.need_bias else empty
 
-        return grads, inputs
+        return grads
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        grads, inputs = _LayerNormBackward.formula(ctx.saved_tensors, ctx.options)
-        return *gradients(grads, inputs, cotangents), *[None] * 9
+        passed = _LayerNormBackward.saved(ctx)
+        found = gradients(_LayerNormBackward.formula(passed), passed.differentiable(), cotangents)
+        return tuple(LayerNormBackward(*found))
 
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Tensor | None) -> Any:
-        grads, inputs = _LayerNormBackward.formula(ctx.saved_tensors, ctx.options)
-        return tangents(grads, inputs, input_tangents[:5])
+        passed = _LayerNormBackward.saved(ctx)
+        own = LayerNormBackward(*input_tangents).differentiable()
+        return tangents(_LayerNormBackward.formula(passed), passed.differentiable(), own)
 
     @staticmethod
     def plain(*args: Any) -> Any:
-        grads, inputs = _LayerNormBackward.formula((*args[:5], args[7]), args[8:])
-        return grads(*inputs)
+        passed = LayerNormBackward(*args)
+        return _LayerNormBackward.formula(passed)(*passed.differentiable())
 
 
 @long_way("LayerNormNode")
@@ -631,8 +641,11 @@ def _backward_of_node(
         flat = _matrix(normalised, 1)
         _, _, mean, rstd = kernel("layer_norm_fwd", flat)(flat, None, None, None, None, eps, 0.0, bool(centred))
     grad, _, grad_weight, grad_bias = apply(
-        _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(), grad_output, total, normalised, weight,
-        bias, mean, rstd, None, eps, 0.0, bool(centred), 1, need_weight, need_bias,
+        _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
+        *LayerNormBackward(
+            grad_output, total, normalised, weight, bias, mean, rstd, None, eps, 0.0, bool(centred), 1, need_weight,
+            need_bias,
+        ),
     )  # fmt: skip
     return [
         *(grad if need else None for need in need_terms),
@@ -696,29 +709,35 @@ def _(
 
 @torch.library.register_vmap("seqkern::layer_norm_fwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    op = torch.ops.seqkern.layer_norm_fwd
+    named, dims = by_name(op, args), by_name(op, in_dims)
     # Parameters of their own for every sample, or the same dropout mask for all: one call each.
-    alone = args[4] is not None or any(dim is not None for dim in in_dims[2:4])
-    return _batched(torch.ops.seqkern.layer_norm_fwd, info.batch_size, in_dims, args, (0, 1), alone)
+    alone = named["seed"] is not None or dims["weight"] is not None or dims["bias"] is not None
+    return _batched(op, info.batch_size, dims, named, ("input", "residual"), alone)
 
 
 @torch.library.register_vmap("seqkern::layer_norm_bwd")
 def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    op = torch.ops.seqkern.layer_norm_bwd
+    named, dims = by_name(op, args), by_name(op, in_dims)
     # A sample's own gradients of the parameters: their sum alone comes out of a batch.
-    alone = args[6] is not None or in_dims[5] is not None or any(args[9:11])
-    return _batched(torch.ops.seqkern.layer_norm_bwd, info.batch_size, in_dims, args, (0, 1, 2, 3, 4), alone)
+    alone = named["seed"] is not None or dims["weight"] is not None or named["need_weight"] or named["need_bias"]
+    return _batched(op, info.batch_size, dims, named, ("grad_output", "grad_sum", "input", "mean", "rstd"), alone)
 
 
-def _batched(op: Any, samples: int, in_dims: Any, args: Any, rows: tuple[int, ...], alone: bool) -> Any:
+def _batched(
+    op: Any, samples: int, dims: dict[str, Any], args: dict[str, Any], rows: tuple[str, ...], alone: bool
+) -> Any:
     """The samples become part of the rows, which the arguments `rows` have as their first dimension."""
     if alone or samples == 0:
-        return per_sample(op, samples, in_dims, args)
-    folded = list(args)
-    for i in rows:
-        if isinstance(t := args[i], Tensor):
-            t = t.expand(samples, *t.shape) if in_dims[i] is None else t.movedim(in_dims[i], 0)
-            folded[i] = t.flatten(0, 1)
-    outputs = op(*folded)
-    count = folded[0].shape[0]
+        return per_sample(op, samples, tuple(dims.values()), tuple(args.values()))
+    folded = dict(args)
+    for name in rows:
+        if isinstance(t := args[name], Tensor):
+            t = t.expand(samples, *t.shape) if dims[name] is None else t.movedim(dims[name], 0)
+            folded[name] = t.flatten(0, 1)
+    outputs = op(**folded)
+    count = folded["input"].shape[0]
     out_dims = tuple(0 if t.shape[0] == count else None for t in outputs)  # what is not wanted comes back empty
     unfolded = tuple(
         t if dim is None else t.unflatten(0, (samples, count // samples))
