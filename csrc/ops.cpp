@@ -41,13 +41,13 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
   m.def(
       "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "
       "Tensor[] w_hr, Tensor[] peephole, Tensor[] norm, Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, "
-      "Tensor? seed, float zoneout_h, float zoneout_c, float eps, int cell, bool reverse, bool keep) "
+      "Tensor? seed, float zoneout_h, float zoneout_c, float eps, int cell, bool keep) "
       "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor cells, Tensor gates, Tensor products)");
   m.def(
       "rnn_bwd(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor input, Tensor h0, "
       "Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, Tensor[] w_hr, Tensor[] peephole, "
       "Tensor[] norm, Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, Tensor? seed, float zoneout_h, "
-      "float zoneout_c, float eps, int cell, bool reverse, Tensor output, Tensor cells, Tensor gates, "
+      "float zoneout_c, float eps, int cell, Tensor output, Tensor cells, Tensor gates, "
       "Tensor products, bool need_input, bool need_weights) "
       "-> (Tensor grad_input, Tensor grad_h0, Tensor grad_c0, Tensor grad_w_ih, Tensor grad_w_hh, Tensor grad_b_ih, "
       "Tensor grad_b_hh, Tensor grad_w_hr, Tensor grad_peephole, Tensor grad_norm)");
@@ -74,13 +74,13 @@ STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
   m.def(
       "rnn_scan_fwd(Tensor x, Tensor w_hh, Tensor? bias, Tensor? norm, Tensor? lengths, Tensor? resets, "
       "Tensor? recurrent_mask, Tensor? seed, Tensor h0, Tensor? c0, float zoneout_h, float zoneout_c, float eps, "
-      "int cell, bool reverse, Tensor(a!) output, Tensor(b!)? cells, Tensor(c!)? gates, Tensor(d!)? products, "
+      "int cell, Tensor(a!) output, Tensor(b!)? cells, Tensor(c!)? gates, Tensor(d!)? products, "
       "str tier) -> (Tensor h_n, Tensor c_n)");
   m.def(
       "rnn_scan_bwd(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor gates, "
       "Tensor? cells, Tensor? c0, Tensor output, Tensor h0, Tensor? products, Tensor w_hh, Tensor? norm, "
       "Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, Tensor? seed, float zoneout_h, float zoneout_c, "
-      "float eps, int cell, bool reverse, Tensor(a!) grad_x, Tensor(b!)? grad_products, Tensor(c!)? norm_sums, "
+      "float eps, int cell, Tensor(a!) grad_x, Tensor(b!)? grad_products, Tensor(c!)? norm_sums, "
       "str tier) -> (Tensor grad_h0, Tensor grad_c0)");
   // Which tier of the scan would run ("block", "cluster", "grid" or "none"), and why, for `explain`.
   m.def("rnn_scan_plan(Tensor w_hh, int batch, int cell, bool norm, bool backward, str tier) -> str");

@@ -79,16 +79,16 @@ def _by_steps(name: str, plan: Plan) -> Any:
 def rnn_fwd(
     input: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any,
     norm: Any, lengths: Any, resets: Any, recurrent_mask: Any, seed: Any, zoneout_h: float, zoneout_c: float,
-    eps: float, cell: int, reverse: bool, keep: bool,
+    eps: float, cell: int, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The launcher behind `seqkern::rnn_fwd`: (output, h_n, c_n, cells, gates, products), (0,) where not kept."""
     layer = (b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell)
-    problem = prepare(input, h0, w_hh, *layer, reverse)
+    problem = prepare(input, h0, w_hh, *layer)
     weights = stack(w_hh)
     chosen = _planned(problem, weights, w_hr, backward=False)
     if not chosen.served:
         b_ih, b_hh, *options = layer
-        return _by_steps("rnn_fwd", chosen)(input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, *options, reverse, keep)
+        return _by_steps("rnn_fwd", chosen)(input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, *options, keep)
     h0 = h0.contiguous()
     c0 = None if c0 is None else c0.contiguous()
     output = input.new_empty((problem.t, problem.b, problem.d * problem.p))
@@ -96,7 +96,7 @@ def rnn_fwd(
     x = input_gates(input, w_ih, problem, kept.gates if cell != GRU else None)
     h, c = torch.ops.seqkern_cuda.rnn_scan_fwd(
         x, weights.contiguous(), problem.bias, problem.norm, problem.lengths, problem.resets, problem.mask,
-        problem.seed, h0, c0, problem.zoneout_h, problem.zoneout_c, problem.eps, cell, reverse, output, *kept,
+        problem.seed, h0, c0, problem.zoneout_h, problem.zoneout_c, problem.eps, cell, output, *kept,
         chosen.tier,
     )  # fmt: skip
     c = h0.new_empty(0) if c0 is None else c.to(input.dtype)
@@ -107,20 +107,20 @@ def rnn_bwd(
     grad_output: Tensor | None, grad_h_n: Tensor | None, grad_c_n: Tensor | None, grad_cells: Tensor | None,
     input: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any,
     norm: Any, lengths: Any, resets: Any, recurrent_mask: Any, seed: Any, zoneout_h: float, zoneout_c: float,
-    eps: float, cell: int, reverse: bool, output: Tensor, cells: Tensor, gates: Tensor, products: Tensor,
+    eps: float, cell: int, output: Tensor, cells: Tensor, gates: Tensor, products: Tensor,
     need_input: bool, need_weights: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The launcher behind `seqkern::rnn_bwd`: the gradients of input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, peephole
     and norm, (0,) where not needed.
     """
     layer = (b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell)
-    problem = prepare(input, h0, w_hh, *layer, reverse)
+    problem = prepare(input, h0, w_hh, *layer)
     weights = stack(w_hh)
     chosen = _planned(problem, weights, w_hr, backward=True)
     if not chosen.served:
         b_ih, b_hh, *options = layer
         return _by_steps("rnn_bwd", chosen)(
-            grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, *options, reverse,
+            grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, *options,
             output, cells, gates, products, need_input, need_weights,
         )  # fmt: skip
     t, b, d, width = problem.t, problem.b, problem.d, problem.width
@@ -145,7 +145,7 @@ def rnn_bwd(
         gates.contiguous().view(d, t, b, problem.kept), cells.contiguous() if cell == LSTM else None, c0, output, h0,
         None if problem.norm is None else products.contiguous().view(d, t, b, width), weights.contiguous(),
         problem.norm, problem.lengths, problem.resets, problem.mask, problem.seed, problem.zoneout_h, problem.zoneout_c,
-        problem.eps, cell, reverse, grad_x, grad_products if apart and need_weights else None, norm_sums, chosen.tier,
+        problem.eps, cell, grad_x, grad_products if apart and need_weights else None, norm_sums, chosen.tier,
     )  # fmt: skip
     scanned = Scanned(grad_h0, None if c0 is None else grad_c0, grad_x, grad_products, norm_sums, None)
     return all_gradients(problem, input, w_ih, operands if need_weights else None, scanned, need_input)
@@ -160,7 +160,7 @@ def _operands(problem: Problem, output: Tensor, h0: Tensor) -> Tensor:
     result = h0.new_empty((d, t, b, p))
     steps = torch.arange(t, device=h0.device)[:, None]
     for k, (before, start) in enumerate(zip(output.view(t, b, d, p).unbind(2), h0, strict=True)):
-        own, backwards = result[k], problem.reverse or k == 1
+        own, backwards = result[k], k == 1
         if t == 0:
             continue
         if backwards:

@@ -28,7 +28,6 @@ class Problem(NamedTuple):
     h: int
     p: int  # columns of h; fewer than H with a projection
     d: int
-    reverse: bool
     bias: Tensor | None  # (D, R H), accumulator's dtype: see `sum_biases`
     peephole: Tensor | None  # (D, 3 H), accumulator's dtype
     norm: Tensor | None  # (D, .)
@@ -84,14 +83,13 @@ def prepare(
     input: Tensor, h0: Tensor, w_hh: Sequence[Tensor], b_ih: Sequence[Tensor], b_hh: Sequence[Tensor],
     peephole: Sequence[Tensor], norm: Sequence[Tensor], lengths: Tensor | None, resets: Tensor | None,
     recurrent_mask: Tensor | None, seed: Tensor | None, zoneout_h: float, zoneout_c: float, eps: float, cell: int,
-    reverse: bool,
 ) -> Problem:  # fmt: skip
     (t, b), (d, _, p), acc = input.shape[:2], h0.shape, accumulator(input.dtype)
     h = w_hh[0].size(0) // GATES[cell]
     zones = zoneout_h > 0 or zoneout_c > 0
     peepholes, norms = stack_or_none([each.reshape(3 * h) for each in peephole]), stack_or_none(norm)
     return Problem(
-        cell, input.dtype, t, b, h, p, d, reverse,
+        cell, input.dtype, t, b, h, p, d,
         sum_biases(cell, b_ih, b_hh, acc),
         None if peepholes is None else peepholes.to(acc).contiguous(),
         None if norms is None else norms.contiguous(),

@@ -33,7 +33,6 @@ class Case:
     inputs: int = 5
     hidden: int = 7
     directions: int = 1
-    reverse: bool = False
     dtype: torch.dtype = torch.float32
     projection: int | None = None
     bias: bool = True
@@ -96,7 +95,6 @@ def build(case: Case, seed: int) -> dict[str, Any]:
         "zoneout_c": case.zoneout[1],
         "eps": 1e-3,
         "cell": case.cell,
-        "reverse": case.reverse,
     }
 
 
@@ -218,7 +216,6 @@ def sample(seed: int, device: str = "cpu") -> Case:
     plain = r.random() < 0.4  # what the whole-sequence kernels take
     return Case(
         cell=cell, steps=steps, batch=batch, inputs=r.choice([1, 3, 8]), hidden=hidden, directions=directions,
-        reverse=directions == 1 and r.random() < 0.4,
         dtype=r.choice([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]),
         projection=None if plain else projection, bias=r.random() < 0.7, given=r.random() < 0.3,
         lengths=tuple(r.randint(0, steps) for _ in range(batch)) if r.random() < 0.5 else None,

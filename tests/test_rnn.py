@@ -406,24 +406,31 @@ def op_arguments(cell, *tensors):
 
 
 def test_reverse_is_forward_on_the_flipped_sequence(cell, isa):
+    """Of a layer in both directions, the second is to the flipped sequence what the first is to the sequence."""
     ops = torch.ops.seqkern
-    (x, h, c, *rest), numbers = op_arguments(cell, *sequence(cell, 50, 40, 6, 65), *parameters(cell, 6, 65))
-    forward = ops.rnn_fwd(x, h, c, *rest, *numbers, False, True)
-    backward = ops.rnn_fwd(x.flip(0), h, c, *rest, *numbers, True, True)
+    x, *states = sequence(cell, 50, 40, 6, 65)
+    weights = parameters(cell, 6, 65) * 2
+    states = [s.expand(2, -1, -1).contiguous() for s in states]
+    (x, h, c, *rest), numbers = op_arguments(cell, x, *states, *weights)
+    forward = ops.rnn_fwd(x, h, c, *rest, *numbers, True)
+    backward = ops.rnn_fwd(x.flip(0), h, c, *rest, *numbers, True)
 
-    def flipped(results):
+    def other_way(results, time):
         output, h_n, c_n, *kept = results
-        return [output.flip(0), h_n, c_n, *(t.flip(1) if t.dim() > 1 else t for t in kept)]
+        return [output.unflatten(2, (2, 65)).flip(0, 2).flatten(2), h_n.flip(0), c_n.flip(0),
+                *(t.flip(0, time) if t.dim() > 1 else t for t in kept)]  # fmt: skip
 
-    assert equal(forward, flipped(backward))
-    dy, dh, dc = torch.randn(50, 40, 65), *torch.randn(2, 1, 40, 65)
-    dc = dc if cell == "lstm" else None
-    dx, *grads = ops.rnn_bwd(dy, dh, dc, None, x, h, c, *rest, *numbers, False, forward[0], *forward[3:], True, True)
+    assert equal(forward, other_way(backward, 1))
+    dy, dh, dc = torch.randn(50, 40, 130), *torch.randn(2, 2, 40, 65)
+    there = [dy, dh, dc if cell == "lstm" else None]
+    back = [dy.unflatten(2, (2, 65)).flip(0, 2).flatten(2), dh.flip(0), dc.flip(0) if cell == "lstm" else None]
+    dx, *grads = ops.rnn_bwd(*there, None, x, h, c, *rest, *numbers, forward[0], *forward[3:], True, True)
     dx_flipped, *others = ops.rnn_bwd(
-        dy.flip(0), dh, dc, None, x.flip(0), h, c, *rest, *numbers, True, backward[0], *backward[3:], True, True
+        *back, None, x.flip(0), h, c, *rest, *numbers, backward[0], *backward[3:], True, True
     )
-    assert equal([dx, *grads[:2]], [dx_flipped.flip(0), *others[:2]])
-    for grad, other in zip(grads[2:], others[2:], strict=True):  # the sums over the steps run the other way
+    assert equal(grads[:2], [t.flip(0) if t.dim() > 1 else t for t in others[:2]])
+    # these are sums over the directions, or over the steps, in another order
+    for grad, other in zip([dx, *grads[2:]], [dx_flipped.flip(0), *(t.flip(0) for t in others[2:])], strict=True):
         torch.testing.assert_close(
             grad, other, rtol=0, atol=1e-6 * (1 + grad.abs().amax().item() if grad.numel() else 1)
         )
@@ -433,9 +440,11 @@ def test_two_directions_are_two_runs(cell, isa):
     x, *states = sequence(cell, 20, 9, 6, 33, runs=2)
     weights = parameters(cell, 6, 33, directions=2)
     together = run(cell, x, *states, *weights, bidirectional=True)
-    arguments = (op_arguments(cell, x, *(s[d : d + 1] for s in states), *weights[4 * d : 4 * d + 4]) for d in (0, 1))
-    apart = [torch.ops.seqkern.rnn_fwd(*t, *numbers, d == 1, False) for d, (t, numbers) in enumerate(arguments)]
-    assert torch.equal(together[0], torch.cat([a[0] for a in apart], -1))
+    apart = []
+    for d, own in enumerate((x, x.flip(0))):
+        tensors, numbers = op_arguments(cell, own, *(s[d : d + 1] for s in states), *weights[4 * d : 4 * d + 4])
+        apart.append(torch.ops.seqkern.rnn_fwd(*tensors, *numbers, False))
+    assert torch.equal(together[0], torch.cat([apart[0][0], apart[1][0].flip(0)], -1))
     assert torch.equal(together[1], torch.cat([a[1] for a in apart]))
 
 

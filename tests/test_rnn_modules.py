@@ -349,13 +349,13 @@ def test_opcheck(cell, steps, batch, options):
     directions = 2 if batch else 1
     arguments = op_case(cell, steps, batch, directions, options)
     for keep in (True, False):
-        torch.library.opcheck(OPS.rnn_fwd.default, (*arguments, False, keep))
-    output, h_n, c_n, cells, *kept = OPS.rnn_fwd(*arguments, False, True)
+        torch.library.opcheck(OPS.rnn_fwd.default, (*arguments, keep))
+    output, h_n, c_n, cells, *kept = OPS.rnn_fwd(*arguments, True)
     grads = [torch.ones(()).expand_as(output), h_n, c_n if cell == 0 else None, cells if cell == 0 else None]
     needs = [(True, True), (False, False)] if steps and batch else [(True, True)]
     for need_input, need_weights in needs:
         for saved in (kept, [t.new_empty(0) for t in kept]):
-            arguments_of = (*grads, *arguments, False, output, cells, *saved, need_input, need_weights)
+            arguments_of = (*grads, *arguments, output, cells, *saved, need_input, need_weights)
             # Traced, which takes longest, with what is kept and without, for all gradients and for none.
             traced = (saved is kept) == need_input or len(needs) == 1
             torch.library.opcheck(
@@ -569,7 +569,7 @@ def test_errors_name_the_argument(error, words, call):
 )
 def test_the_op_itself_guards_its_pointers(words, change):
     lists = [[w] for w in WEIGHTS] + [[]] * 3
-    arguments = dict(enumerate([X, H0, C0, *lists, *[None] * 4, 0.0, 0.0, 1e-5, 0, False, True])) | change
+    arguments = dict(enumerate([X, H0, C0, *lists, *[None] * 4, 0.0, 0.0, 1e-5, 0, True])) | change
     with pytest.raises(RuntimeError, match=f"rnn_fwd: {words}"):
         OPS.rnn_fwd(*arguments.values())
 

@@ -37,7 +37,6 @@ class Case:
     batch: int = 3
     hidden: int = 7
     directions: int = 1
-    reverse: bool = False
     dtype: torch.dtype = F32
     bias: bool = True
     lengths: bool = False
@@ -99,7 +98,7 @@ def ours(case: Case, tensors: Tensors) -> dict[str, torch.Tensor]:
             memory, tensors["w_hh"], None if bias is None else bias.float(), tensors["norm"], tensors["lengths"],
             None if tensors["resets"] is None else tensors["resets"].view(torch.uint8), tensors["mask"],
             tensors["seed"], tensors["h0"].to(wide), None if tensors["c0"] is None else tensors["c0"].to(wide),
-            *case.zoneout, 1e-5, case.cell, case.reverse, output, *kept, case.tier,
+            *case.zoneout, 1e-5, case.cell, output, *kept, case.tier,
         )  # fmt: skip
     results = {"output": output, "h_n": h_n, "c_n": c_n}
     if case.keep:
@@ -130,12 +129,11 @@ def by_reference(case: Case, tensors: Tensors, rounded: bool) -> dict[str, torch
         results = reference.rnn(
             x.permute(1, 2, 0, 3).flatten(2), tensors["h0"].to(wide), c0, [], each("w_hh"), [], each("b_hh"), [], [],
             each("norm"), tensors["lengths"], tensors["resets"], None, tensors["seed"], *case.zoneout, 1e-5, case.cell,
-            case.reverse,
         )  # fmt: skip
     named = dict(zip(("output", "h_n", "c_n", "cells"), results, strict=False))
     if case.steps:  # in the order of time
         runs = torch.stack(products).unflatten(0, (case.directions, case.steps))
-        named["products"] = torch.stack([run.flip(0) if case.reverse or d == 1 else run for d, run in enumerate(runs)])
+        named["products"] = torch.stack([run.flip(0) if d == 1 else run for d, run in enumerate(runs)])
     else:
         named["products"] = x
     named["gates"] = gates_of(case, x, named["products"], each("b_hh"), each("norm"))
@@ -216,7 +214,7 @@ def teams(tier: str) -> Iterator[Case]:
         for i, hidden in enumerate((1, 17, 33, 72, 130)):
             directions = 1 + i % 2
             yield Case(
-                cell, (5, 2, 3, 0, 4)[(i + cell) % 5], (3, 9, 1, 17, 8)[i], hidden, directions, directions == 1, dtype,
+                cell, (5, 2, 3, 0, 4)[(i + cell) % 5], (3, 9, 1, 17, 8)[i], hidden, directions, dtype,
                 tier=tier,
             )  # fmt: skip
 
@@ -228,7 +226,7 @@ def options() -> Iterator[Case]:
             case = replace(base, cell=cell, dtype=dtype, tier=tier, directions=1 + (cell + i) % 2)
             yield replace(case, lengths=True, resets=True)
             yield replace(case, mask=True, lengths=True, bias=False)
-            yield replace(case, zoneout=(0.4, 0.3), resets=True, reverse=case.directions == 1)
+            yield replace(case, zoneout=(0.4, 0.3), resets=True)
             yield replace(case, zoneout=(0.4, 0.3), training=False, lengths=True, keep=False)
             yield replace(case, resets=True, mask=True, zoneout=(1.0, 0.0), wide=False, in_place=False)
 
@@ -347,7 +345,7 @@ def strided() -> None:
     assert ours(nothing, build(nothing, 0))["output"].shape == (4, 0, 12)
     torch.ops.seqkern_cuda.rnn_scan_fwd(
         apart[:, :, 3:39].transpose(0, 1)[None], tensors["w_hh"], bias, None, None, None, None, None, tensors["h0"],
-        None, 0.0, 0.0, 0.0, GRU, False, output, None, None, None, "auto",
+        None, 0.0, 0.0, 0.0, GRU, output, None, None, None, "auto",
     )  # fmt: skip
     assert torch.equal(output, expected)
 

@@ -55,7 +55,7 @@ const Rule kRnn("RnnNode", [](const Call& call) -> variable_list {
   const Tensor nothing = stable(at::empty({0}, cells.options()));
   const auto results = backward(maybe(call.grads[0]), maybe(call.grads[1]), cell == kLstm ? maybe(call.grads[2]) : none,
                                 none, stable(input), stable(h0), maybe(c0), w.list(0), w.list(1), w.list(2), w.list(3),
-                                w.list(4), List(), List(), none, none, none, none, 0.0, 0.0, kEps, cell, false,
+                                w.list(4), List(), List(), none, none, none, none, 0.0, 0.0, kEps, cell,
                                 stable(output), stable(cells), stable(gates), nothing, call.needs[0], need_weights);
   variable_list found(inputs);
   if (call.needs[0]) found[0] = native(std::get<0>(results));
@@ -89,7 +89,7 @@ variable_list layer(const NativeTensor& input, const NativeTensor& h0, const Nat
   const bool keep = wanted(inputs);
   const auto [output, h_n, c_n, cells, gates, products] =
       forward(stable(input), stable(h0), maybe(c0), w.list(0), w.list(1), w.list(2), w.list(3), w.list(4), List(),
-              List(), none, none, none, none, 0.0, 0.0, kEps, cell, false, keep);
+              List(), none, none, none, none, 0.0, 0.0, kEps, cell, keep);
   variable_list results{native(output), native(h_n)};
   if (cell == kLstm) results.push_back(native(c_n));
   if (!keep) return results;

@@ -45,7 +45,6 @@ RnnProblem::RnnProblem(const RnnArguments& a)
       kernels(rnn_kernels_for(dtype)),
       products(product_kernels_for(dtype)),
       cell(cell_of(a.cell, a.op)),
-      reverse(a.reverse),
       input(a.input),
       h0(a.h0) {
   check_cpu(a.input, op, "input");
@@ -54,7 +53,6 @@ RnnProblem::RnnProblem(const RnnArguments& a)
   const bool lstm = cell == Cell::lstm;
   steps = a.input.size(0), batch = a.input.size(1), directions = a.h0.size(0), width = a.h0.size(2);
   SK_CHECK(directions == 1 || directions == 2, op, ": h0 must have 1 or 2 directions, got ", directions);
-  SK_CHECK(!reverse || directions == 1, op, ": reverse is for one direction, h0 has ", directions);
   check_like(a.h0, {directions, batch, width}, type, op, "h0");
   SK_CHECK(a.c0.has_value() == lstm, op, ": c0 is for LSTM, which needs it");
   hidden = width;

@@ -22,8 +22,10 @@ struct RnnArguments {
   const MaybeTensor &lengths, &resets, &recurrent_mask, &seed;
   double zoneout_h, zoneout_c, eps;
   int64_t cell;
-  bool reverse;
 };
+
+// The second direction of a layer visits the last step first.
+inline bool is_reverse(int64_t direction) { return direction == 1; }
 
 struct RnnProblem {
   const char* op;
@@ -34,7 +36,7 @@ struct RnnProblem {
   Cell cell;
   int64_t steps, batch, inputs, hidden, width, directions;
   int64_t gate_columns, saved_columns;  // of each direction
-  bool has_w_ih, has_peephole, has_norm, has_mask, has_w_hr, has_lengths, reverse;
+  bool has_w_ih, has_peephole, has_norm, has_mask, has_w_hr, has_lengths;
   // All contiguous. c0, bias, b_hn, peephole and mask in the accumulation type.
   Tensor input, h0;
   MaybeTensor c0, mask, resets;
@@ -47,7 +49,6 @@ struct RnnProblem {
   RnnProblem(const RnnProblem&) = delete;
 
   bool empty() const { return steps == 0 || batch == 0 || hidden == 0 || width == 0; }
-  bool is_reverse(int64_t d) const { return reverse || d == 1; }
   bool wide() const { return has_norm || has_w_hr; }
   RnnDirection direction(int64_t d) const;
 

@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
     const Tensor& input, const Tensor& h0, const MaybeTensor& c0, const Tensors& w_ih, const Tensors& w_hh,
     const Tensors& b_ih, const Tensors& b_hh, const Tensors& w_hr, const Tensors& peephole, const Tensors& norm,
     const MaybeTensor& lengths, const MaybeTensor& resets, const MaybeTensor& recurrent_mask, const MaybeTensor& seed,
-    double zoneout_h, double zoneout_c, double eps, int64_t cell, bool reverse, bool keep) {
+    double zoneout_h, double zoneout_c, double eps, int64_t cell, bool keep) {
   const RnnProblem p({.op = "rnn_fwd",
                       .input = input,
                       .h0 = h0,
@@ -45,8 +45,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
                       .zoneout_h = zoneout_h,
                       .zoneout_c = zoneout_c,
                       .eps = eps,
-                      .cell = cell,
-                      .reverse = reverse});
+                      .cell = cell});
   const bool lstm = p.cell == Cell::lstm;
   const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;
   Tensor output = empty(p.input, {T, B, D * P}, p.type);
@@ -143,7 +142,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
                    const Tensors& w_ih, const Tensors& w_hh, const Tensors& b_ih, const Tensors& b_hh,
                    const Tensors& w_hr, const Tensors& peephole, const Tensors& norm, const MaybeTensor& lengths,
                    const MaybeTensor& resets, const MaybeTensor& recurrent_mask, const MaybeTensor& seed,
-                   double zoneout_h, double zoneout_c, double eps, int64_t cell, bool reverse, const Tensor& output,
+                   double zoneout_h, double zoneout_c, double eps, int64_t cell, const Tensor& output,
                    const Tensor& cells, const Tensor& gates, const Tensor& products, bool need_input,
                    bool need_weights) {
   const RnnProblem p({.op = "rnn_bwd",
@@ -164,8 +163,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
                       .zoneout_h = zoneout_h,
                       .zoneout_c = zoneout_c,
                       .eps = eps,
-                      .cell = cell,
-                      .reverse = reverse});
+                      .cell = cell});
   const char* op = p.op;
   const bool lstm = p.cell == Cell::lstm;
   const int64_t D = p.directions, T = p.steps, B = p.batch, H = p.hidden, P = p.width;
@@ -272,7 +270,7 @@ TenTensors rnn_bwd(const MaybeTensor& grad_output, const MaybeTensor& grad_h_n, 
         TokenRows h, previous_c, factors;
         const uint8_t* resets = p.layer.resets;
         p.for_tokens(d, begin, end, [&](int64_t t, int64_t b, int64_t g) {
-          const bool later = t + 1 < T && g < p.active[t + 1], backwards = p.is_reverse(d);
+          const bool later = t + 1 < T && g < p.active[t + 1], backwards = is_reverse(d);
           const bool reset = resets && (backwards ? later && resets[(t + 1) * B + b] : resets[t * B + b]);
           const int64_t before = !backwards ? t - 1 : later ? t + 1 : -1;
           h.push_back(reset ? nullptr : before < 0 ? at(p.h0, (d * B + b) * P) : at(y, ((before * B + b) * D + d) * P));

@@ -56,9 +56,9 @@ def position(rows, columns, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def runs_backwards(d, reverse):
+def runs_backwards(d):
     """1 where direction d visits the last step first, else 0."""
-    return tl.maximum(tl.minimum(d, 1), reverse).to(tl.int64)
+    return tl.minimum(d, 1).to(tl.int64)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def check(problem):
 def single(h, cell):
     """One step of one direction, without options."""
     b, columns = h.shape
-    return Problem(cell, h.dtype, 1, b, columns, columns, 1, False, *(None,) * 7, 0.0, 0.0, 0.0, h.device)
+    return Problem(cell, h.dtype, 1, b, columns, columns, 1, *(None,) * 7, 0.0, 0.0, 0.0, h.device)
 
 
 def longest(acc):
@@ -45,7 +45,7 @@ def _step(name, kernel, problem, pointers, numbers, strides, columns, constants,
         "BLOCK_H": block_h,
     }
     grid = (problem.d * cdiv(rows, constants["BLOCK_B"]) * cdiv(columns, block_h),)
-    sizes = (problem.t, problem.b, columns, problem.d, int(problem.reverse))
+    sizes = (problem.t, problem.b, columns, problem.d)
     last = () if step is None else (step,)
     return Launch(f"rnn_{name}", kernel, grid, (*pointers, *numbers, *sizes, *last), constants, warps)
 

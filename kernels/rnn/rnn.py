@@ -63,19 +63,19 @@ def _first_operand(problem, h0):
     """The operand of each direction's first product. Only the first direction can begin with a reset."""
     operand = h0.to(problem.acc) * problem.mask if problem.mask is not None else h0
     operand = operand.to(problem.dtype, copy=True, memory_format=torch.contiguous_format)
-    if problem.resets is not None and problem.t > 0 and not problem.reverse:
+    if problem.resets is not None and problem.t > 0:
         operand[0].masked_fill_(problem.resets[0].view(torch.bool)[:, None], 0)
     return operand
 
 
 def rnn_fwd(
     input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h,
-    zoneout_c, eps, cell, reverse, keep,
+    zoneout_c, eps, cell, keep,
 ):  # fmt: skip
     """The launcher behind `seqkern::rnn_fwd`: (output, h_n, c_n, cells, gates, products), (0,) where not kept."""
     problem = prepare(
         input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps,
-        cell, reverse,
+        cell,
     )  # fmt: skip
     plans.check(problem)
     h0 = h0.contiguous()
@@ -140,7 +140,7 @@ def _found_again(problem, input, w_ih, x_products, c0, cells):
 
 def rnn_bwd(
     grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm, lengths,
-    resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell, reverse, output, cells, gates, products, need_input,
+    resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell, output, cells, gates, products, need_input,
     need_weights,
 ):  # fmt: skip
     """The launcher behind `seqkern::rnn_bwd`.
@@ -150,7 +150,7 @@ def rnn_bwd(
     """
     problem = prepare(
         input, h0, w_hh, b_ih, b_hh, peephole, norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps,
-        cell, reverse,
+        cell,
     )  # fmt: skip
     plans.check(problem)
     t, b, d, device = problem.t, problem.b, problem.d, input.device
@@ -229,17 +229,12 @@ def _scan_back(
         for step in reversed(range(problem.t)):
             if state is not None:
                 state(step)
-                product(_slab(grad_hat, problem, step), w_hr, out=grad_hidden)
+                product(grad_hat[:, step], w_hr, out=grad_hidden)
             cell(step)
-            product(_slab(grad_products, problem, step), w_hh, out=recurrent)
+            product(grad_products[:, step], w_hh, out=recurrent)
             if step == problem.t - 1:
                 cell, state = plan(recurrent)
     grad_h0 = h0.new_empty((d, b, problem.p))
     back = recurrent if problem.t > 0 else None
     run([plans.first_state(problem, direct, back, grad_h0)], device)
     return grad_h0, grad_c
-
-
-def _slab(each, problem, step):
-    """What a step of all directions wrote. One direction is in the order of time, two in the order of steps."""
-    return each[:, problem.t - 1 - step if problem.reverse else step]

@@ -35,7 +35,7 @@ from .cells import (
 from .plans import strides_of
 
 # Integers that must not be compiled in: new sizes compile nothing.
-_SIZES = ["x_strides", "grad_strides", "grad_products_strides", "T", "B", "H", "D", "reverse"]
+_SIZES = ["x_strides", "grad_strides", "grad_products_strides", "T", "B", "H", "D"]
 
 # fmt: off
 # Signatures are grouped: pointers, strides, sizes, then compile-time constants.
@@ -53,7 +53,7 @@ def _input_tiles(
 @triton.jit(do_not_specialize=_SIZES)
 def sequence_forward_kernel(
     x_ptr, w_hh_ptr, bias_ptr, lengths_ptr, resets_ptr, mask_ptr, h0_ptr, c0_ptr, operand_ptr, output_ptr, h_n_ptr,
-    c_n_ptr, cells_ptr, gates_ptr, x_strides, T, B, H, D, reverse,
+    c_n_ptr, cells_ptr, gates_ptr, x_strides, T, B, H, D,
     CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, SLICE: tl.constexpr,
     AHEAD: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
@@ -62,7 +62,7 @@ def sequence_forward_kernel(
     R: tl.constexpr = G + 1 if CELL == GRU else G
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
     d, row, _first, column, mask = position(B, H, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     state = (d * B + row)[:, None] * H + column
     h = tl.load(h0_ptr + state, mask=mask, other=0.0).to(ACC)
     c = tl.zeros([BLOCK_B, BLOCK_H], ACC)
@@ -151,7 +151,7 @@ def sequence_forward_kernel(
 def sequence_backward_kernel(
     grad_output_ptr, grad_h_n_ptr, grad_c_n_ptr, grad_cells_ptr, gates_ptr, cells_ptr, c0_ptr, output_ptr, h0_ptr,
     w_hh_ptr, lengths_ptr, resets_ptr, mask_ptr, grad_x_ptr, grad_products_ptr, grad_h0_ptr, grad_c0_ptr,
-    grad_strides, grad_products_strides, T, B, H, D, reverse,
+    grad_strides, grad_products_strides, T, B, H, D,
     CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
@@ -160,7 +160,7 @@ def sequence_backward_kernel(
     R: tl.constexpr = G + 1 if CELL == GRU else G
     DTYPE: tl.constexpr = grad_x_ptr.dtype.element_ty
     d, row, _first, column, mask = position(B, H, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     state = (d * B + row)[:, None] * H + column
     later = tl.zeros([BLOCK_B, BLOCK_H], ACC)
     if grad_h_n_ptr is not None:
@@ -290,7 +290,7 @@ def _plan(name, kernel, problem, pointers, strides):
     if kernel is sequence_forward_kernel:
         constants["AHEAD"] = tile["SLICE"] == 0 and tile["BLOCK_H"] <= 64
     grid = (problem.d * cdiv(problem.b, tile["BLOCK_B"]),)
-    sizes = (problem.t, problem.b, problem.h, problem.d, int(problem.reverse))
+    sizes = (problem.t, problem.b, problem.h, problem.d)
     return Launch(f"rnn_{name}", kernel, grid, (*pointers, *strides, *sizes), constants, warps, registers=255)
 
 

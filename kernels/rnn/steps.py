@@ -40,7 +40,7 @@ from .cells import (
 # Integers that must not be compiled in: new lengths or sizes compile nothing.
 _STRIDES = ["x_strides", "product_stride", "h_stride", "c_stride", "grad_strides", "direct_stride", "grad_c_stride"]
 _STRIDES += ["grad_h_gates_strides", "hidden_strides", "grad_new_strides"]
-SIZES = [*_STRIDES, "threshold_h", "threshold_c", "T", "B", "H", "P", "D", "reverse", "step"]
+SIZES = [*_STRIDES, "threshold_h", "threshold_c", "T", "B", "H", "P", "D", "step"]
 
 # fmt: off
 # Signatures are grouped: pointers, strides, options, sizes, then compile-time constants.
@@ -74,7 +74,7 @@ def cell_forward_kernel(
     x_ptr, product_ptr, bias_ptr, norm_ptr, peephole_ptr, lengths_ptr, resets_ptr, mask_ptr, seed_ptr,
     h_ptr, c_ptr, h_new_ptr, c_new_ptr, operand_ptr, output_ptr, cells_ptr, gates_ptr, products_ptr, hidden_ptr,
     x_strides, product_stride, h_stride, c_stride, threshold_h, threshold_c, p_h: tl.float64, p_c: tl.float64,
-    eps: tl.float64, T, B, H, D, reverse, step,
+    eps: tl.float64, T, B, H, D, step,
     CELL: tl.constexpr, G: tl.constexpr, EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
@@ -83,7 +83,7 @@ def cell_forward_kernel(
     R: tl.constexpr = G + 1 if CELL == GRU else G
     eps = scalar(eps, ACC)
     d, row, first, column, mask = position(B, H, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     t = time_of(step, T, backwards)
     _, active, reset = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
     state = (d * B + row)[:, None] * H + column
@@ -137,13 +137,13 @@ def cell_forward_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def state_forward_kernel(
     projected_ptr, lengths_ptr, resets_ptr, mask_ptr, seed_ptr, h_ptr, operand_ptr, output_ptr,
-    threshold_h, p_h: tl.float64, T, B, P, D, reverse, step,
+    threshold_h, p_h: tl.float64, T, B, P, D, step,
     EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """After the projection: the end of a step of an LSTM whose h has P columns."""
     P = aligned(P, ALIGNED)
     d, row, first, column, mask = position(B, P, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     t = time_of(step, T, backwards)
     _, active, reset = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
     at = (d * B + row)[:, None] * P + column
@@ -157,7 +157,7 @@ def state_forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def operand_kernel(
-    output_ptr, h0_ptr, lengths_ptr, resets_ptr, mask_ptr, operands_ptr, T, B, P, D, reverse,
+    output_ptr, h0_ptr, lengths_ptr, resets_ptr, mask_ptr, operands_ptr, T, B, P, D,
     ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """The operands of all products, (D, T, B, P), from the output; 0 for steps that are not active.
@@ -166,7 +166,7 @@ def operand_kernel(
     """
     P = aligned(P, ALIGNED)
     d, flat, _first, column, exists = position(tl.cast(T, tl.int64) * B, P, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     t = flat // B
     row = flat - t * B
     length, active, reset = flags(t, backwards, row, flat < tl.cast(T, tl.int64) * B, T, B, lengths_ptr, resets_ptr)
@@ -182,7 +182,7 @@ def operand_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def gates_kernel(
     x_ptr, products_ptr, bias_ptr, norm_ptr, peephole_ptr, lengths_ptr, resets_ptr, c0_ptr, cells_ptr, gates_ptr,
-    kept_ptr, x_strides, eps: tl.float64, T, B, H, D, reverse,
+    kept_ptr, x_strides, eps: tl.float64, T, B, H, D,
     CELL: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
@@ -190,7 +190,7 @@ def gates_kernel(
     H = aligned(H, ALIGNED)
     R: tl.constexpr = G + 1 if CELL == GRU else G
     d, flat, _first, column, mask = position(tl.cast(T, tl.int64) * B, H, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     t = flat // B
     row = flat - t * B
     length, active, reset = flags(t, backwards, row, flat < tl.cast(T, tl.int64) * B, T, B, lengths_ptr, resets_ptr)
@@ -247,7 +247,7 @@ def cell_backward_kernel(
     gates_ptr, cells_ptr, c0_ptr, output_ptr, h0_ptr, products_ptr, norm_ptr, peephole_ptr, lengths_ptr, resets_ptr,
     mask_ptr, seed_ptr, grad_x_ptr, grad_h_gates_ptr, direct_new_ptr, grad_c_new_ptr, hidden_ptr, norm_sums_ptr,
     peephole_sums_ptr, grad_strides, direct_stride, grad_c_stride, grad_h_gates_strides, hidden_strides,
-    threshold_h, threshold_c, p_h: tl.float64, p_c: tl.float64, eps: tl.float64, T, B, H, D, reverse,
+    threshold_h, threshold_c, p_h: tl.float64, p_c: tl.float64, eps: tl.float64, T, B, H, D,
     step,
     CELL: tl.constexpr, G: tl.constexpr, EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -257,7 +257,7 @@ def cell_backward_kernel(
     R: tl.constexpr = G + 1 if CELL == GRU else G
     eps = scalar(eps, ACC)
     d, row, first, column, mask = position(B, H, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     t = time_of(step, T, backwards)
     length, active, reset = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
     live = mask & active[:, None]
@@ -364,13 +364,13 @@ def cell_backward_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def state_backward_kernel(
     grad_output_ptr, direct_ptr, recurrent_ptr, lengths_ptr, resets_ptr, mask_ptr, seed_ptr, grad_new_ptr,
-    grad_strides, grad_new_strides, threshold_h, p_h: tl.float64, T, B, P, D, reverse, step,
+    grad_strides, grad_new_strides, threshold_h, p_h: tl.float64, T, B, P, D, step,
     EXPECTED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """Before the projection's transpose: the gradient of h^, of P columns, and the part that bypasses the cell."""
     P = aligned(P, ALIGNED)
     d, row, first, column, mask = position(B, P, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     t = time_of(step, T, backwards)
     _, active, _ = flags(t, backwards, row, row < B, T, B, lengths_ptr, resets_ptr)
     later, grad = _arriving(
@@ -388,13 +388,13 @@ def state_backward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def first_state_kernel(
-    direct_ptr, recurrent_ptr, lengths_ptr, resets_ptr, mask_ptr, grad_h0_ptr, T, B, P, D, reverse,
+    direct_ptr, recurrent_ptr, lengths_ptr, resets_ptr, mask_ptr, grad_h0_ptr, T, B, P, D,
     ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """The gradient of h0: what the first step of each direction sends back."""
     P = aligned(P, ALIGNED)
     d, row, _first, column, mask = position(B, P, BLOCK_B, BLOCK_H)
-    backwards = runs_backwards(d, reverse)
+    backwards = runs_backwards(d)
     t = time_of(-1, T, backwards)
     later, _ = _arriving(
         None, direct_ptr, recurrent_ptr, mask_ptr, lengths_ptr, resets_ptr, (0, 0), P, row < 0, t, backwards, d, row,

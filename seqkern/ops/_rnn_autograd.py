@@ -58,7 +58,7 @@ def _kernel_alone(layer: Rnn) -> bool:
 def _forward(tensors: RnnTensors, numbers: RnnNumbers, weights: Weights, keep: bool) -> Any:
     """The kernel's six results; the weights as it takes them."""
     input, h0, c0, *constants = tensors
-    return kernel("rnn_fwd", input)(input, h0, c0, *weights, *constants, *numbers, False, keep)
+    return kernel("rnn_fwd", input)(input, h0, c0, *weights, *constants, *numbers, keep)
 
 
 def _outputs(tensors: RnnTensors, numbers: RnnNumbers) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def _outputs(tensors: RnnTensors, numbers: RnnNumbers) -> Callable[..., Any]:
     _, _, _, *constants = tensors
 
     def function(input: Tensor, h0: Tensor, c0: Tensor | None, *weights: Tensor | None) -> Any:
-        return reference.rnn(input, h0, c0, *Weights.of(weights).given(), *constants, *numbers, False)
+        return reference.rnn(input, h0, c0, *Weights.of(weights).given(), *constants, *numbers)
 
     return function
 
@@ -169,7 +169,7 @@ class _RnnBackward(torch.autograd.Function):
         grads, kept, need_input, need_weights, (tensors, numbers, weights) = RnnBackward.of(args)
         input, h0, c0, *constants = tensors
         return kernel("rnn_bwd", input)(
-            *grads, input, h0, c0, *weights.given(), *constants, *numbers, False, *kept, need_input, need_weights
+            *grads, input, h0, c0, *weights.given(), *constants, *numbers, *kept, need_input, need_weights
         )
 
     @staticmethod
@@ -297,7 +297,7 @@ def _backward_of_node(
 def _(
     input: Tensor, h0: Tensor, c0: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any, norm: Any,
     lengths: Any, resets: Any, recurrent_mask: Any, seed: Any, zoneout_h: float, zoneout_c: float, eps: float,
-    cell: int, reverse: bool, keep: bool,
+    cell: int, keep: bool,
 ) -> Any:  # fmt: skip
     (steps, batch), (directions, _, width) = input.shape[:2], h0.shape
     gates, acc = w_hh[0].shape[0], torch.promote_types(input.dtype, torch.float32)
@@ -317,7 +317,7 @@ def _(
 def _(
     grad_output: Any, grad_h_n: Any, grad_c_n: Any, grad_cells: Any, input: Tensor, h0: Tensor, c0: Any, w_ih: Any,
     w_hh: Any, b_ih: Any, b_hh: Any, w_hr: Any, peephole: Any, norm: Any, lengths: Any, resets: Any,
-    recurrent_mask: Any, seed: Any, zoneout_h: float, zoneout_c: float, eps: float, cell: int, reverse: bool,
+    recurrent_mask: Any, seed: Any, zoneout_h: float, zoneout_c: float, eps: float, cell: int,
     output: Any, cells: Any, gates: Any, products: Any, need_input: bool, need_weights: bool,
 ) -> Any:  # fmt: skip
     def grads(tensors: Sequence[Tensor], wanted: bool = True) -> Tensor:

@@ -21,11 +21,11 @@ def rnn(input: Tensor, h0: Tensor, c0: Tensor | None, *arguments: Any) -> tuple[
     `arguments` are those of `scan`, without its first: of every list, one entry for each of the D directions, or none.
     Nothing is rounded from step to step. `h0` is (D, B, P), `c0` (D, B, H); H = P but for an LSTM with a projection.
     """
-    lists, (*options, reverse) = arguments[:7], arguments[7:]
+    lists, options = arguments[:7], arguments[7:]
     runs = []
     for d in range(len(h0)):
         own: Any = [parameters[d] if parameters else None for parameters in lists]
-        own += [*options, reverse or d == 1]
+        own += [*options, d == 1]
         gates = input if own[0] is not None else input.chunk(len(h0), -1)[d]
         runs.append(scan(d, gates, h0[d], None if c0 is None else c0[d], *own))
     outputs, h_n, c_n, cells = zip(*runs, strict=True)

@@ -118,7 +118,7 @@ def rnn_case(
             h, c = (None if t is None else t[runs.start : runs.stop] for t in (h0, c0))
             assert h is not None
             options = (borders if resets else None, mask, zone_seed if training and any(zoneout) else None)
-            x, *state = reference.rnn(x, h, c, *lists.values(), ends, *options, *zoneout, 1e-5, kind, False)
+            x, *state = reference.rnn(x, h, c, *lists.values(), ends, *options, *zoneout, 1e-5, kind)
             states.append(state[:2] if kind == LSTM else state)
         return x, *(torch.cat(each) for each in zip(*states, strict=True))
 

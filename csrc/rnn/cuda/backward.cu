@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
                                         const Tensor& h0, const MaybeTensor& products, const Tensor& w_hh,
                                         const MaybeTensor& norm, const MaybeTensor& lengths, const MaybeTensor& resets,
                                         const MaybeTensor& recurrent_mask, const MaybeTensor& seed, double zoneout_h,
-                                        double zoneout_c, double eps, int64_t cell, bool reverse, Tensor grad_x,
+                                        double zoneout_c, double eps, int64_t cell, Tensor grad_x,
                                         std::optional<Tensor> grad_products, std::optional<Tensor> norm_sums,
                                         std::string tier) {
   const char* op = "rnn_scan_bwd";
@@ -232,7 +232,7 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   check(norm_sums, {D, B, norm_columns_of(cell_kind, H)}, acc, "norm_sums");
   BackwardArgs p{};
   p.scan = checked_scan(
-      check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell_kind, reverse}, T, B);
+      check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell_kind}, T, B);
 
   Tensor grad_h0 = empty(w_hh, {D, B, H}, acc), grad_c0 = empty(w_hh, {lstm ? D : 0, B, H}, acc);
   if (B == 0) return {grad_h0, grad_c0};

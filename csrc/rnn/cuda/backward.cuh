@@ -228,7 +228,7 @@ template <class T, int CELL>
 __global__ void __launch_bounds__(kThreads, 4) row_statistics_kernel(const BackwardArgs p) {
   const RnnScan& s = p.scan;
   row_statistics<CELL>(s, p.norm, p.gates, [&](int row, int t, int d, int unit) {
-    const bool backwards = rnn_backwards(s, d);
+    const bool backwards = rnn_backwards(d);
     const int length = rnn_length(s, row);
     return rnn_resets(s, t, backwards, row, length) ? 0.0f : cell_before<T>(p, row, length, unit, d, backwards, t);
   });
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan_backward_kernel(const Backwa
   const RnnScan& scan = p.scan;
   const int64_t B = scan.batch, H = scan.hidden, D = scan.directions;
   const int d = team.direction;
-  const bool backwards = rnn_backwards(scan, d);
+  const bool backwards = rnn_backwards(d);
   team.begin(static_cast<const T*>(p.w_hh) + d * (G * H) * H);
 
   const int tiles = (scan.batch + kRows - 1) / kRows;

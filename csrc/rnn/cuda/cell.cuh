@@ -15,7 +15,6 @@ constexpr int rnn_kept(int cell) { return cell == kRnnLstm || cell == kRnnGru ? 
 // The address of an absent option is null.
 struct RnnScan {
   int steps, batch, hidden, directions;
-  bool reverse;
   int cell;
   const int64_t* lengths;  // (batch)
   const uint8_t* resets;   // (steps, batch)
@@ -30,7 +29,8 @@ struct RnnScan {
 
 SK_DEVICE float sigmoid(float x) { return reciprocal(1.0f + expf(-x)); }
 
-SK_DEVICE bool rnn_backwards(const RnnScan& s, int d) { return s.reverse || d == 1; }
+// The second direction visits the last step first.
+SK_DEVICE bool rnn_backwards(int d) { return d == 1; }
 SK_DEVICE int rnn_time(const RnnScan& s, int step, bool backwards) { return backwards ? s.steps - 1 - step : step; }
 // Steps of sequence `row`; 0 beyond the batch. Lengths on a device are not read back for checking: one out of range is
 // clamped.

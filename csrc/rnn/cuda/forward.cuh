@@ -139,7 +139,7 @@ struct RnnForwardScan {
             RnnForwardWeights<T>{static_cast<const T*>(args.w_hh) + d * weights, scan.hidden, args.aligned});
         load_parameters();
       }
-      backwards = rnn_backwards(scan, d);
+      backwards = rnn_backwards(d);
       first_row = tile % tiles * Team::ROWS;
       const bool ran = sequence();
       tile = d * tiles + first_row / Team::ROWS;  // recomputed, so that it need not be kept in a register meanwhile

@@ -42,7 +42,6 @@ struct RnnScanOptions {
   const MaybeTensor &norm, &lengths, &resets, &recurrent_mask, &seed;
   double zoneout_h, zoneout_c, eps;
   int cell;
-  bool reverse;
 };
 
 inline int64_t norm_columns_of(int cell, int64_t hidden) {
@@ -56,7 +55,6 @@ inline RnnScan checked_scan(const RnnScanChecks& check, const RnnScanOptions& o,
   SK_CHECK(steps < int64_t{1} << 30 && batch < int64_t{1} << 30, op, ": at most 2^30 steps and sequences, got ", steps,
            " and ", batch);
   checked_product({D, steps, batch, rnn_kept(o.cell), H}, op);
-  SK_CHECK(!o.reverse || D == 1, op, ": reverse is for one direction, w_hh has ", D);
   check(o.norm, {D, norm_columns_of(o.cell, H)}, ScalarType::Float, "norm");
   check(o.lengths, {batch}, ScalarType::Long, "lengths");
   check(o.resets, {steps, batch}, ScalarType::Byte, "resets");
@@ -70,7 +68,6 @@ inline RnnScan checked_scan(const RnnScanChecks& check, const RnnScanOptions& o,
   scan.batch = static_cast<int>(batch);
   scan.hidden = static_cast<int>(H);
   scan.directions = static_cast<int>(D);
-  scan.reverse = o.reverse;
   scan.cell = o.cell;
   scan.lengths = data_or_null<int64_t>(o.lengths);
   scan.resets = data_or_null<uint8_t>(o.resets);
