@@ -79,11 +79,12 @@ def calls(device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
 def step(device: torch.device) -> tuple[float, Callable[[bool], None]]:
     """The launch of one step of a recurrent layer: (aim, call), the call told whether the step is a new one."""
     plans = importlib.import_module("seqkern.kernels.rnn.plans")
+    scan = importlib.import_module("seqkern._rnn_scan")
     replay = importlib.import_module("seqkern.kernels._replay")
     state = torch.randn(16, 256, device=device).bfloat16()
     x, product = torch.randn(1, 8, 16, 1024, device=device), torch.randn(16, 1024, device=device)
     h, c = torch.randn(2, 16, 256, device=device)
-    launch = plans.cell_forward(plans.single(state, plans.LSTM), x, product, h, c, h, c)
+    launch = plans.cell_forward(plans.single(state, scan.LSTM), x, product, h, c, h, c)
     repeated = replay.Repeated(launch)
     return 8, lambda new: replay.Repeated(launch)(3) if new else repeated(3)
 

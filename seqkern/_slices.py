@@ -16,7 +16,7 @@ class Slice:
     ops: tuple[str, ...]  # dispatcher ops, `seqkern::...`: each has CPU and Triton kernels
     functions: tuple[str, ...]  # public functions that these kernels serve
     cuda_ops: tuple[str, ...] = ()  # CUDA C++ ops, in `seqkern_cuda`
-    cuda_module: str = ""  # what launches them for each of `ops`, by its name; "": they have the names of `ops`
+    cuda_module: str = ""  # of seqkern, launches them for each of `ops` by its name; "": they have the names of `ops`
     own_bf16: bool = False  # whether it has kernels of its own for the bf16 tiers
 
 
@@ -26,7 +26,7 @@ ALL = (
         ops=("attention_fwd", "attention_bwd"),
         functions=("scaled_dot_product_attention", "attention", "attention_varlen", "attention_decode"),
         cuda_ops=("attention_fwd", "attention_bwd", "attention_plan", "attention_decode"),
-        cuda_module="seqkern._attention_cuda",
+        cuda_module="_attention_cuda",
         own_bf16=True,
     ),
     Slice(
@@ -41,7 +41,7 @@ ALL = (
         ops=("rnn_fwd", "rnn_bwd"),
         functions=("lstm", "gru", "rnn_tanh", "rnn_relu"),
         cuda_ops=("rnn_scan_fwd", "rnn_scan_bwd", "rnn_scan_plan"),
-        cuda_module="seqkern._rnn_cuda",
+        cuda_module="_rnn_cuda",
         own_bf16=True,
     ),
     Slice(

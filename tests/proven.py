@@ -40,7 +40,7 @@ class Proof:
 
 
 EXECUTOR = ("tests/simt/*",)
-ATTENTION = Proof((*EXECUTOR, "csrc/attention/**/*.cu"))
+ATTENTION = Proof((*EXECUTOR, "csrc/attention/**/*.cu"), ("seqkern._attention_cuda",))
 RECURRENT = Proof((*EXECUTOR, "csrc/rnn/**/*.cu"), ("seqkern.kernels.rnn", "seqkern._rnn_cuda"))
 TRITON = ("kernels/**/*.py",)
 PROOFS = {
