@@ -228,19 +228,29 @@ def node_ninja_file(output: Path, torch_dir: Path) -> str:
     headers = (include, include / "torch" / "csrc" / "api" / "include", python_headers())
     # Objects of their own, for this torch and this Python: each output (in place, in a wheel) is only a link.
     objects = {f"{source.relative_to(CSRC).with_suffix('')}-{node_tag()}.o": source for source in NODE_SOURCES}
+    header = f"common/node-{node_tag()}.h"
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = -std=gnu++20 -O2 -fPIC -fvisibility=hidden {os.environ.get('CXXFLAGS', '')}".rstrip(),
         f"includes = -I{word(CSRC)} -I{word(CSRC / 'common')} {' '.join(f'-isystem {word(h)}' for h in headers)}",
         "rule compile",
-        "  command = $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
+        "  command = $cxx $flags $includes $extra -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = C++ $out",
         "rule link",
         f"  command = $cxx -shared $in -o $out -L{word(torch_dir / 'lib')} -ltorch_python -ltorch_cpu -lc10",
         "  description = link $out",
-        *(f"build {name}: compile {quote(source)}" for name, source in objects.items()),
+        # All sources begin with node.h. It includes torch's headers, which take most of the time: precompiled, once.
+        "rule header",
+        "  command = echo '#include \"node.h\"' > $out",
+        f"build {header}: header",
+        f"build {header}.gch: compile {header}",
+        "  extra = -x c++-header",
+        *(
+            f"build {name}: compile {quote(source)} | {header}.gch\n  extra = -include {header}"
+            for name, source in objects.items()
+        ),
         f"build {quote(output)}: link {' '.join(objects)}",
         f"default {quote(output)}",
         "",
