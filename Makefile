@@ -13,7 +13,7 @@ BUILD := $(PY) setup.py -q build_ext --inplace
 # processes that share the tests, of one thread each
 WORKERS ?= 2
 
-# of triton, beside the one in constraints.txt: those that tests/test_triton_driver.py compiles with
+# of triton, beside the one in constraints.txt: those that tests/triton/test_triton_driver.py compiles with
 TRITON_OLDEST := 3.6.0
 TRITON_NEWEST := 3.9.0
 

@@ -195,7 +195,7 @@ def progress(stage: Stage, total: int) -> Iterator[tuple[Callable[[str], None], 
 def gpu_test_files() -> list[Path]:
     """The files that hold tests marked gpu: the others are not imported, for they need more modules."""
     marked = re.compile(r"pytest\.mark\.gpu|^\w+ = gpu_(bits_)?test\(", re.MULTILINE)
-    return [path for path in sorted((ROOT / "tests").glob("test_*.py")) if marked.search(path.read_text())]
+    return [path for path in sorted((ROOT / "tests").glob("*/test_*.py")) if marked.search(path.read_text())]
 
 
 def stage2(stage: Stage) -> int:

@@ -32,7 +32,7 @@ def on_gpu() -> Iterator[torch.device]:
         yield torch.device("cuda")
         return
     os.environ.pop("TRITON_INTERPRET", None)
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "triton"))
     with importlib.import_module("triton_driver").compile_only(ARCH, checks=False):
         yield torch.device("cpu")
 

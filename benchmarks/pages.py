@@ -1,7 +1,7 @@
 """The pages that show stored results: RESULTS.md, README's table, and the picture of all ratios.
 
 `python -m benchmarks.report --results` writes all three from the JSON files under benchmarks/results, and
-tests/test_documents.py fails when one of them says anything else than those files.
+tests/package/test_documents.py fails when one of them says anything else than those files.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _step(name, kernel, read, written, activation):
 
 
 def aot_configurations(limit, thorough):
-    """The launches that tests/test_triton_aot.py compiles, as (name, launch). They use no shared memory."""
+    """The launches that tests/triton/test_triton_aot.py compiles, as (name, launch). They use no shared memory."""
     dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.float16) if thorough else (torch.bfloat16,)
     for dtype in dtypes:
         for activation in range(3):

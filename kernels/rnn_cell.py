@@ -57,7 +57,7 @@ def _only(each):
 
 
 def aot_configurations(limit, thorough):
-    """The launches that tests/test_triton_aot.py compiles, like a layer's `aot_configurations`; any `limit` will do."""
+    """The launches that test_triton_aot.py compiles, like a layer's `aot_configurations`; any `limit` will do."""
     cases = [(LSTM, torch.bfloat16, 256), (GRU, torch.bfloat16, 256), (LSTM, torch.float32, 1024)]
     if thorough:
         wide = (torch.bfloat16, torch.float32, torch.float64)

@@ -320,7 +320,7 @@ def _triton_launcher(name: str) -> Callable[..., Any]:
 def _cuda_launcher(name: str) -> Callable[..., Any]:
     """The op in CUDA C++, or what makes it of several."""
     module = OPS[name].cuda_module
-    return getattr(importlib.import_module(module), name) if module else _CUDA[name]
+    return getattr(importlib.import_module(f"seqkern.{module}"), name) if module else _CUDA[name]
 
 
 def _for_cuda_key(name: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import torch
 
 from seqkern import _library
 from seqkern._slices import ALL
-from seqkern.testing import ErrorReport, poison
+from seqkern.testing import assert_passed, poison
 
 ROOT = Path(__file__).parent.parent
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -107,15 +107,9 @@ def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def passes() -> Callable[[list[ErrorReport]], None]:
+def passes() -> Callable[..., None]:
     """Asserts that every report keeps its bound, and prints the ones that do not."""
-
-    def check(reports: list[ErrorReport]) -> None:
-        assert reports
-        failed = [str(report) for report in reports if not report.passed]
-        assert not failed, "\n".join(failed)
-
-    return check
+    return assert_passed
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from error_rule_cases import ATTENTION_OPTIONS, ATTENTION_SHAPES, PACKED_LENGTHS, PACKED_OPTIONS
 from torch import Tensor
 
 from seqkern import _library, testing
 from seqkern.testing import attention_case, random_options, rnn_case, rnn_cell_case
+from seqkern.testing.option_sets import ATTENTION_OPTIONS, ATTENTION_SHAPES, PACKED_LENGTHS, PACKED_OPTIONS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RANDOM = 400

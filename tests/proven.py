@@ -39,7 +39,7 @@ class Proof:
     modules: tuple[str, ...] = ()  # Python modules that are imported by a name made at run time
 
 
-EXECUTOR = ("tests/simt/*",)
+EXECUTOR = ("tests/simt/build.py", "tests/simt/*.h", "tests/simt/*.c*")
 ATTENTION = Proof((*EXECUTOR, "csrc/attention/**/*.cu"), ("seqkern._attention_cuda",))
 RECURRENT = Proof((*EXECUTOR, "csrc/rnn/**/*.cu"), ("seqkern.kernels.rnn", "seqkern._rnn_cuda"))
 TRITON = ("kernels/**/*.py",)

@@ -31,7 +31,8 @@ ScalarType lse_type(const AttentionProblem& p) { return p.dtype == Dtype::f32 ? 
 
 // Whether a sequence's queries, over all heads of a group, go to the decode kernels.
 bool is_decode(const AttentionProblem& p, const AttentionKernels& kernels, const AttentionSequence& s, const char* op) {
-  return s.queries > 0 && checked_product({p.group, s.queries}, op) <= kernels.decode_rows;
+  return s.queries > 0 && s.queries <= kernels.decode_queries &&
+         checked_product({p.group, s.queries}, op) <= kernels.decode_rows;
 }
 
 char* offset(const Tensor& t, int64_t elements) {

@@ -119,8 +119,9 @@ struct AttentionKernels {
   // Decode: few queries and usually many keys. Takes all `heads` x queries rows, at most decode_rows of them, against
   // one chunk of decode_keys keys: keys are read once for the whole group, and by as many workers as there are chunks.
   // A chunk's result goes to `partial` (decode_partial bytes, 64-aligned); decode_combine combines `chunks` consecutive
-  // results. The chunks depend on the positions of the keys alone.
-  int64_t decode_rows, decode_keys;
+  // results. The chunks depend on the positions of the keys alone. With more than decode_queries queries the blocks of
+  // the other kernels are full enough to be faster, although each head reads the keys for itself.
+  int64_t decode_rows, decode_queries, decode_keys;
   int64_t (*decode_scratch)(const AttentionShape&);
   int64_t (*decode_partial)(const AttentionShape&);
   void (*decode_forward)(const AttentionForward&, int64_t chunk, void* partial, void* scratch);

@@ -1,4 +1,4 @@
-"""The launches of the recurrent kernels that tests/test_triton_aot.py compiles, from the plans that ship."""
+"""The launches of the recurrent kernels that tests/triton/test_triton_aot.py compiles, from the plans that ship."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """Whether autocast is on, in a way that torch.compile of every torch from 2.10 on can trace.
 
 Dynamo of 2.10 and 2.11 does not know `torch.amp.is_autocast_available`, so this module calls it once, when seqkern is
-imported (tests/test_versions.py keeps such functions out of compiled code).
+imported (tests/package/test_versions.py keeps such functions out of compiled code).
 """
 
 from __future__ import annotations

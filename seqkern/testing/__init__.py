@@ -33,7 +33,7 @@ import torch
 
 import seqkern
 from seqkern import _library
-from seqkern.testing._checks import Case, ErrorReport, check_case, compare, poison, run
+from seqkern.testing._checks import Case, ErrorReport, assert_passed, check_case, compare, poison, run
 from seqkern.testing.attention import attention_case, attention_decode_case
 from seqkern.testing.glu import glu_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
@@ -41,8 +41,8 @@ from seqkern.testing.rnn import ALL_OPTIONS, rnn_case
 from seqkern.testing.rnn_cell import rnn_cell_case
 
 __all__ = [
-    "CASES", "Case", "ErrorReport", "add_layer_norm_case", "attention_case", "attention_decode_case", "check_case",
-    "compare", "glu_case", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "run", "verify",
+    "CASES", "Case", "ErrorReport", "add_layer_norm_case", "assert_passed", "attention_case", "attention_decode_case",
+    "check_case", "compare", "glu_case", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "run", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {

@@ -239,3 +239,11 @@ def poison() -> Iterator[None]:
 
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator) * scale
+
+
+def assert_passed(reports: Iterable[ErrorReport], *about: object) -> None:
+    """Raises AssertionError, with `about` and every report that breaks its bound, unless all keep theirs."""
+    reports = list(reports)
+    failed = [str(report) for report in reports if not report.passed]
+    assert reports, about
+    assert not failed, f"{about}\n" + "\n".join(failed)

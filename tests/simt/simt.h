@@ -75,19 +75,19 @@ uint64_t warp_shuffle(const char* name, unsigned mask, uint64_t value, int sourc
 unsigned warp_ballot(const char* name, unsigned mask, bool vote, const Place& at);
 
 // simt_memory.cpp
-void copy_async(void* shared, const void* global, int bytes);
-void copy_commit();
-void copy_wait(unsigned open);
+void cp_async(void* shared, const void* global, int bytes);
+void cp_async_commit_group();
+void cp_async_wait_group(unsigned open);
 unsigned rank_in_cluster();
 unsigned blocks_in_cluster();
 void cluster_barrier_arrive();
 void cluster_barrier_wait(const Place& at);
-void* map_to(const void* p, unsigned rank);
-void barrier_init(uint64_t* word, unsigned arrivals);
-void barrier_arrive(uint64_t* word, unsigned bytes);
-void barrier_arrive_remote(uint64_t* word, unsigned rank);
-bool barrier_done(uint64_t* word, unsigned parity, bool of_cluster, const Place& at);
-void store_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4]);
+void* mapa(const void* p, unsigned rank);
+void mbarrier_init(uint64_t* word, unsigned arrivals);
+void mbarrier_arrive(uint64_t* word, unsigned bytes);
+void mbarrier_arrive_remote(uint64_t* word, unsigned rank);
+bool mbarrier_done(uint64_t* word, unsigned parity, bool cluster_scope, const Place& at);
+void st_async(void* p, uint64_t* word, unsigned rank, const uint32_t (&v)[4]);
 
 template <class T>
 T shuffle(const char* name, unsigned mask, T value, int source, const Place& at) {
@@ -95,7 +95,7 @@ T shuffle(const char* name, unsigned mask, T value, int source, const Place& at)
   return bits_to<T>(warp_shuffle(name, mask, bits_to<uint64_t>(value), source, at));
 }
 // The lane that `lane` reads: its own where `other` lies outside its group of `width` lanes.
-inline int within(int other, int width) {
+inline int shuffle_source(int other, int width) {
   const int lane = static_cast<int>(running->lane);
   if (width < 1 || width > 32 || (width & (width - 1)) != 0) fail("shuffle: a width of %d", width);
   return other >= lane / width * width && other < (lane / width + 1) * width ? other : lane;
@@ -134,7 +134,7 @@ inline int __all_sync(unsigned mask, int predicate, simt::Place at = simt::Place
 template <class T>
 inline T __shfl_sync(unsigned mask, T v, int source, int width = 32, simt::Place at = simt::Place()) {
   const int lane = static_cast<int>(simt::running->lane);
-  return simt::shuffle("__shfl_sync", mask, v, simt::within(lane / width * width + (source & (width - 1)), width), at);
+  return simt::shuffle("__shfl_sync", mask, v, simt::shuffle_source(lane / width * width + (source & (width - 1)), width), at);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T v, int lanes, int width = 32, simt::Place at = simt::Place()) {
@@ -145,30 +145,30 @@ inline T __shfl_xor_sync(unsigned mask, T v, int lanes, int width = 32, simt::Pl
 template <class T>
 inline T __shfl_down_sync(unsigned mask, T v, unsigned lanes, int width = 32, simt::Place at = simt::Place()) {
   const int lane = static_cast<int>(simt::running->lane);
-  return simt::shuffle("__shfl_down_sync", mask, v, simt::within(lane + static_cast<int>(lanes), width), at);
+  return simt::shuffle("__shfl_down_sync", mask, v, simt::shuffle_source(lane + static_cast<int>(lanes), width), at);
 }
 template <class T>
 inline T __shfl_up_sync(unsigned mask, T v, unsigned lanes, int width = 32, simt::Place at = simt::Place()) {
   const int lane = static_cast<int>(simt::running->lane);
-  return simt::shuffle("__shfl_up_sync", mask, v, simt::within(lane - static_cast<int>(lanes), width), at);
+  return simt::shuffle("__shfl_up_sync", mask, v, simt::shuffle_source(lane - static_cast<int>(lanes), width), at);
 }
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 // What may be read and written at the same time is no race.
-#define SIMT_QUIET __attribute__((no_sanitize_thread))
+#define SIMT_NO_TSAN __attribute__((no_sanitize_thread))
 
 namespace simt {
 // Reads, writes what `f` makes of it, returns what was there: in one piece. Relaxed, unless it acquires.
 template <bool kAcquires = false, class T, class F>
-SIMT_QUIET T atomic(T* p, F f, const Place& at = Place()) {
+SIMT_NO_TSAN T atomic(T* p, F f, const Place& at = Place()) {
   maybe_yield();
   if (kAcquires) {
-    race_acquire_word(p);
+    race_load_acquire(p);
   } else {
-    race_read_word(p);
+    race_load_relaxed(p);
   }
-  race_relaxed_word(p, true);
+  race_store_relaxed(p, true);
   const T old = *p;
   const T next = f(old);
   if (memcmp(&old, &next, sizeof(T)) != 0) {
@@ -195,7 +195,7 @@ inline T atomicAdd(T* p, std::common_type_t<T> v) {
   });
 }
 inline void __threadfence() {
-  simt::race_fence();
+  simt::race_threadfence();
   simt::maybe_yield();
 }
 template <class T>
@@ -287,14 +287,14 @@ A product(A a, A b) {
   return rounded;
 }
 inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(simt::offset(*simt::running->block, p)); }
-inline void cp_async_16(void* shared, const void* global, int bytes = 16) { simt::copy_async(shared, global, bytes); }
+inline void cp_async_16(void* shared, const void* global, int bytes = 16) { simt::cp_async(shared, global, bytes); }
 inline void cp_async_16_if(void* shared, const void* global, bool there) {
-  simt::copy_async(shared, global, there ? 16 : 0);
+  simt::cp_async(shared, global, there ? 16 : 0);
 }
-inline void cp_async_commit() { simt::copy_commit(); }
+inline void cp_async_commit() { simt::cp_async_commit_group(); }
 template <int N>
 inline void cp_async_wait() {
-  simt::copy_wait(N);
+  simt::cp_async_wait_group(N);
 }
 
 inline void ldmatrix_x4(uint32_t (&r)[4], const void* row, simt::Place at = simt::Place()) {
@@ -324,39 +324,39 @@ inline uint32_t to_tf32(float x) {
   return (bits & 0x7F800000) == 0x7F800000 ? bits : (bits + 0x1000) & 0xFFFFE000;
 }
 
-SIMT_QUIET inline uint32_t load_acquire(const uint32_t* p, simt::Place at = simt::Place()) {
+SIMT_NO_TSAN inline uint32_t load_acquire(const uint32_t* p, simt::Place at = simt::Place()) {
   simt::check_aligned("load_acquire", p, 4);
   simt::poll("load_acquire", at);
-  simt::race_acquire_word(p);
+  simt::race_load_acquire(p);
   return *p;
 }
-SIMT_QUIET inline void store_release(uint32_t* p, uint32_t v) {
+SIMT_NO_TSAN inline void store_release(uint32_t* p, uint32_t v) {
   simt::check_aligned("store_release", p, 4);
   simt::maybe_yield();
   simt::progress();
-  simt::race_release_word(p, false);
+  simt::race_store_release(p, false);
   *p = v;
   simt::maybe_yield();
 }
 inline uint32_t add_release(uint32_t* p, uint32_t v) {
-  simt::race_release_word(p, true);
+  simt::race_store_release(p, true);
   return simt::atomic<true>(p, [v](uint32_t old) { return old + v; });
 }
-SIMT_QUIET inline uint4 load_fresh_16(const void* p, simt::Place at = simt::Place()) {
+SIMT_NO_TSAN inline uint4 load_fresh_16(const void* p, simt::Place at = simt::Place()) {
   simt::check_aligned("load_fresh_16", static_cast<const char*>(p), 16);
   simt::poll("load_fresh_16", at);
-  simt::race_read_word(p);
+  simt::race_load_relaxed(p);
   const auto* halves = static_cast<const uint2*>(p);
   const uint2 low = halves[0];
   simt::maybe_yield();  // between the halves
   const uint2 high = halves[1];
   return {low.x, low.y, high.x, high.y};
 }
-SIMT_QUIET inline void store_fresh_16(void* p, uint4 v) {
+SIMT_NO_TSAN inline void store_fresh_16(void* p, uint4 v) {
   simt::check_aligned("store_fresh_16", static_cast<char*>(p), 16);
   simt::maybe_yield();
   simt::progress();
-  simt::race_relaxed_word(p, false);
+  simt::race_store_relaxed(p, false);
   auto* halves = static_cast<uint2*>(p);
   halves[0] = {v.x, v.y};
   simt::maybe_yield();
@@ -372,21 +372,21 @@ inline void cluster_arrive() { simt::cluster_barrier_arrive(); }
 inline void cluster_wait(simt::Place at = simt::Place()) { simt::cluster_barrier_wait(at); }
 template <class T>
 inline T* map_shared(T* p, unsigned rank) {
-  return static_cast<T*>(simt::map_to(p, rank));
+  return static_cast<T*>(simt::mapa(p, rank));
 }
-inline void mbarrier_init(uint64_t* barrier, unsigned arrivals) { simt::barrier_init(barrier, arrivals); }
+inline void mbarrier_init(uint64_t* barrier, unsigned arrivals) { simt::mbarrier_init(barrier, arrivals); }
 inline void mbarrier_fence_init() {}
-inline void mbarrier_arrive(uint64_t* barrier) { simt::barrier_arrive(barrier, 0); }
-inline void mbarrier_arrive_expect(uint64_t* barrier, unsigned bytes) { simt::barrier_arrive(barrier, bytes); }
-inline void mbarrier_arrive_remote(uint64_t* barrier, unsigned rank) { simt::barrier_arrive_remote(barrier, rank); }
+inline void mbarrier_arrive(uint64_t* barrier) { simt::mbarrier_arrive(barrier, 0); }
+inline void mbarrier_arrive_expect(uint64_t* barrier, unsigned bytes) { simt::mbarrier_arrive(barrier, bytes); }
+inline void mbarrier_arrive_remote(uint64_t* barrier, unsigned rank) { simt::mbarrier_arrive_remote(barrier, rank); }
 inline bool mbarrier_done(uint64_t* barrier, unsigned parity, simt::Place at = simt::Place()) {
-  return simt::barrier_done(barrier, parity, false, at);
+  return simt::mbarrier_done(barrier, parity, false, at);
 }
 inline bool mbarrier_done_cluster(uint64_t* barrier, unsigned parity, simt::Place at = simt::Place()) {
-  return simt::barrier_done(barrier, parity, true, at);
+  return simt::mbarrier_done(barrier, parity, true, at);
 }
 inline void store_async_16(void* p, uint64_t* barrier, unsigned rank, uint4 v) {
-  simt::store_async(p, barrier, rank, {v.x, v.y, v.z, v.w});
+  simt::st_async(p, barrier, rank, {v.x, v.y, v.z, v.w});
 }
 
 }  // namespace seqkern

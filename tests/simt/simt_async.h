@@ -10,24 +10,24 @@
 namespace simt {
 
 // Of one wgmma. Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 more, two columns of every eight.
-struct Sums {
+struct Accumulators {
   int n;
   std::vector<float> values;  // 64 x n
 };
-struct Product {
-  ProductKind kind;
+struct Wgmma {
+  WgmmaCall call;
   Place at;
-  const void* code;
+  const void* pc;
   Fiber* first;  // who called it first
   unsigned arrived = 0;
-  bool starts = false;  // sums that no product before had
+  bool opens_chain = false;  // sums that no product before had
   bool done = false;
-  std::shared_ptr<Sums> sums;
+  std::shared_ptr<Accumulators> sums;
   std::vector<float> a;  // 64 x 16, from registers
   Clock past, clock;     // what all 128 threads had seen; that it has read
 };
 struct Warpgroup {
-  std::deque<std::shared_ptr<Product>> products;  // all since the block began, read or not
+  std::deque<std::shared_ptr<Wgmma>> wgmmas;  // all since the block began, read or not
   size_t done = 0;
   std::vector<Fiber*> waiting;
   std::vector<int> registers;  // as the first thread to end set them
@@ -35,13 +35,13 @@ struct Warpgroup {
 };
 
 // A TMA load, or a TMA store or addition.
-struct Load {
+struct TmaLoad {
   Block* block;
   seqkern::TensorMap map;
   unsigned char* to;
   uint64_t* barrier;
   int at[4];
-  const void* code;
+  const void* pc;
   uint64_t due;  // in steps
   bool read = false;
   std::vector<unsigned char> data;  // rows of 128 bytes
@@ -55,29 +55,29 @@ struct BulkStore {
   const unsigned char* from;
   float* global;
   size_t bytes;
-  const void* code;
+  const void* pc;
   unsigned group;
-  bool read = false, written = false, covered = false;
+  bool read = false, written = false, waited = false;
   std::vector<unsigned char> data;
   Clock past, clock;
 };
 
 // Of one thread.
-struct Lane {
-  struct Open {
+struct ThreadAsync {
+  struct Pending {
     float* d;
     int n;
-    std::shared_ptr<Sums> sums;
+    std::shared_ptr<Accumulators> sums;
     size_t last;  // product
   };
   size_t issued = 0;
   std::vector<size_t> group_ends;
   bool fenced = false;
-  std::vector<Open> open;
+  std::vector<Pending> pending;
   std::vector<int> registers;
   unsigned bulk_group = 0;
   std::vector<std::shared_ptr<BulkStore>> stores;
-  Clock barrier_past;
+  Clock barrier_clock;
 };
 struct NamedBarrier {
   int threads = 0, arrived = 0;
@@ -86,22 +86,22 @@ struct NamedBarrier {
   Clock past;
   Place at;
 };
-struct Async {
-  std::vector<Lane> lanes;
+struct BlockAsync {
+  std::vector<ThreadAsync> threads;
   std::vector<Warpgroup> warpgroups;
   NamedBarrier barriers[16];
 };
 
-Async& async_of(Block& block);
-inline Lane& lane_of(const Fiber& fiber) { return async_of(*fiber.block).lanes[fiber.number]; }
-void run_product(Block& block, size_t warpgroup);  // the next one that all threads have called
-void later(Block* block, size_t warpgroup);        // some time
-void later(Block* block, const std::shared_ptr<BulkStore>& store);
-void later(const std::shared_ptr<Load>& load, uint64_t wait);  // not before so many steps
-bool at_once();                                                // this schedule does not wait with it
-void need_hopper(const char* what);
-void leave_products(Fiber& fiber);
-void finish(Load& load);
+BlockAsync& block_async(Block& block);
+inline ThreadAsync& thread_async(const Fiber& fiber) { return block_async(*fiber.block).threads[fiber.thread_rank]; }
+void run_wgmma(Block& block, size_t warpgroup);  // the next one that all threads have called
+void schedule(Block* block, size_t warpgroup);        // some time
+void schedule(Block* block, const std::shared_ptr<BulkStore>& store);
+void schedule(const std::shared_ptr<TmaLoad>& load, uint64_t wait);  // not before so many steps
+bool eager();                                                // this schedule does not wait with it
+void require_sm90(const char* what);
+void exit_wgmma(Fiber& fiber);
+void finish(TmaLoad& load);
 void read_store(BulkStore& store);
 void write_store(BulkStore& store);
 

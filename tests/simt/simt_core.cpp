@@ -23,9 +23,9 @@ Machine machine;
 
 namespace {
 
-struct Cancel {};
+struct Cancel {};  // thrown in every fiber to unwind it after an error
 
-constexpr uint64_t kPollsEach = 4000;  // by each thread, without any change, before that counts as a livelock
+constexpr uint64_t kPollsPerThread = 4000;  // without progress: a livelock
 
 const char* base_name(const char* path) {
   const char* slash = strrchr(path, '/');
@@ -71,7 +71,7 @@ Fiber* pick() {
   auto& ready = machine.ready;
   if (ready.empty()) return nullptr;
   const uint64_t draw = random_bits();
-  if ((draw & machine.even) == 0) std::swap(ready[(draw >> 8) % ready.size()], ready.back());
+  if ((draw & machine.uniform_mask) == 0) std::swap(ready[(draw >> 8) % ready.size()], ready.back());
   Fiber* next = ready.back();
   ready.pop_back();
   return next;
@@ -113,13 +113,13 @@ std::string waiting() {
 
 namespace {
 
-// A thread's end: nobody may still wait for it.
-void leave() {
+// Thread exit: no barrier or collective may still wait for this thread.
+void exit_thread() {
   Fiber& self = *running;
   Block& block = *self.block;
   Warp& warp = *self.warp;
-  finish_copies(self);
-  leave_async(self);
+  finish_cp_async(self);
+  exit_async(self);
   if (block.arrived > 0) {
     fail("divergent barrier: the thread ends while %u others of its block wait at %s (%s:%d)", block.arrived,
          block.barrier, base_name(block.at.file), block.at.line);
@@ -130,9 +130,9 @@ void leave() {
            c.name, c.mask);
     }
   }
-  warp.lanes &= ~(1u << self.lane);
-  ++block.left;
-  leave_cluster(self);
+  warp.live_mask &= ~(1u << self.lane);
+  ++block.exited;
+  exit_cluster(self);
   --machine.alive;
   progress();
 }
@@ -145,7 +145,7 @@ void entry() {
   Fiber* self = running;
   try {
     (*machine.body)();
-    leave();
+    exit_thread();
   } catch (const Cancel&) {
   } catch (const std::exception& error) {
     if (machine.error.empty()) machine.error = error.what();
@@ -191,7 +191,7 @@ void wake(Fiber* fiber) {
   machine.ready.push_back(fiber);
 }
 
-// It stays ready, in the place of the one that goes on.
+// The running fiber takes the slot of the next one in the run queue.
 void yield_now() {
   if (machine.ready.empty()) return;
   Fiber*& slot = machine.ready[random_below(machine.ready.size())];
@@ -209,9 +209,9 @@ void poll(const char* what, const Place& at) {
     running->at = at;
   }
   const bool loads = step_async();
-  if (!machine.stores.empty()) {
-    if (random_bits() % 4 == 0) deliver_one();
-  } else if (!loads && ++machine.idle > kPollsEach * (machine.ready.size() + 1)) {
+  if (!machine.st_asyncs.empty()) {
+    if (random_bits() % 4 == 0) complete_any_st_async();
+  } else if (!loads && ++machine.idle_polls > kPollsPerThread * (machine.ready.size() + 1)) {
     throw std::runtime_error(text("%s: livelock on the host executor (seed %llu): threads poll, and nothing changes.",
                                   machine.op, static_cast<unsigned long long>(machine.seed)) +
                              waiting());
@@ -225,9 +225,9 @@ void collective(const char* name, unsigned mask, void (*complete)(Warp&, unsigne
   const unsigned own = 1u << self.lane;
   if ((mask & own) == 0)
     fail("%s (%s:%d): mask %08x does not name lane %u itself", name, base_name(at.file), at.line, mask, self.lane);
-  if ((mask & ~warp.lanes) != 0) {
+  if ((mask & ~warp.live_mask) != 0) {
     fail("absent lane: %s (%s:%d) names lanes %08x, of which %08x are not there or have ended", name,
-         base_name(at.file), at.line, mask, mask & ~warp.lanes);
+         base_name(at.file), at.line, mask, mask & ~warp.live_mask);
   }
   self.payload = payload;
   self.mask = mask;
@@ -251,7 +251,7 @@ void collective(const char* name, unsigned mask, void (*complete)(Warp&, unsigne
     race_sync(warp, mask);
   }
   progress();
-  // The others are ready in an order that starts anywhere; this one goes on, or waits its turn.
+  // Wakes the other lanes in order from a random one; this lane goes on.
   const unsigned start = static_cast<unsigned>(random_bits() & 31);
   for (unsigned k = 0; k < 32; ++k) {
     const unsigned lane = (start + k) & 31;
@@ -262,8 +262,8 @@ void collective(const char* name, unsigned mask, void (*complete)(Warp&, unsigne
 int block_barrier(const char* name, int value, const Place& at) {
   Fiber& self = *running;
   Block& block = *self.block;
-  if (block.left > 0) {
-    fail("divergent barrier: %u threads of the block ended without coming to %s (%s:%d)", block.left, name,
+  if (block.exited > 0) {
+    fail("divergent barrier: %u threads of the block ended without coming to %s (%s:%d)", block.exited, name,
          base_name(at.file), at.line);
   }
   if (block.arrived == 0) {
@@ -306,7 +306,7 @@ void check_write(void* p, size_t bytes) {
 #endif
 }
 
-void forbid(void* p, size_t bytes) {
+void poison(void* p, size_t bytes) {
 #if defined(SIMT_ASAN)
   __asan_poison_memory_region(p, bytes);
 #else

@@ -1,4 +1,4 @@
-// See simt_fiber.h: a few instructions on x86-64, ucontext elsewhere (or with SIMT_UCONTEXT).
+// Context switches (simt_fiber.h): assembly on x86-64, ucontext elsewhere (or with SIMT_UCONTEXT).
 #include "simt_fiber.h"
 
 #include <sys/mman.h>
@@ -25,7 +25,7 @@ char* new_stack() {
 
 #if !defined(SIMT_UCONTEXT)
 
-// Pushes what a function must keep, saves the stack pointer, and returns into the other stack.
+// Pushes the callee-saved registers, switches the stack pointer, and returns on the other stack.
 extern "C" void simt_switch(void** save, void* load);
 asm(R"(
 .text
@@ -53,9 +53,9 @@ simt_switch:
 
 void prepare(Context& context, void (*entry)(), size_t offset) {
   void** top = reinterpret_cast<void**>(context.stack + context.stack_bytes - offset);
-  *--top = nullptr;  // where entry would return to
+  *--top = nullptr;  // return address of entry, which does not return
   *--top = reinterpret_cast<void*>(entry);
-  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  for (int i = 0; i < 6; ++i) *--top = nullptr;  // callee-saved registers
   context.stack_pointer = top;
 }
 void exchange(Context& from, Context& to) { simt_switch(&from.stack_pointer, to.stack_pointer); }
@@ -63,7 +63,7 @@ void exchange(Context& from, Context& to) { simt_switch(&from.stack_pointer, to.
 #else
 
 static ucontext_t* state_of(Context& context) {
-  if (context.stack_pointer == nullptr) context.stack_pointer = new ucontext_t;  // kept like the stack
+  if (context.stack_pointer == nullptr) context.stack_pointer = new ucontext_t;  // reused, as the stack is
   return static_cast<ucontext_t*>(context.stack_pointer);
 }
 void prepare(Context& context, void (*entry)(), size_t offset) {

@@ -1,4 +1,4 @@
-// Stacks, and going from one to another.
+// Fiber stacks and context switches.
 #pragma once
 
 #if defined(SIMT_ASAN)
@@ -12,14 +12,14 @@ namespace simt {
 
 constexpr size_t kStackBytes = 256 << 10;  // reserved; pages that no kernel touches cost nothing
 
-// With a page below that nobody may touch.
+// With a guard page below.
 char* new_stack();
-// So that the first exchange to the context calls `entry`, `offset` bytes below the top of its stack.
+// Makes the first switch to the context call `entry`, `offset` bytes below the top of its stack.
 void prepare(Context& context, void (*entry)(), size_t offset);
-// Comes back when somebody exchanges to `from`.
+// Context switch; returns when something switches back to `from`.
 void exchange(Context& from, Context& to);
 
-// AddressSanitizer has to know on which stack the program is.
+// Around every switch, AddressSanitizer is told which stack is current.
 inline void start_switch(Context& from, const Context& to, bool ending) {
 #if defined(SIMT_ASAN)
   __sanitizer_start_switch_fiber(ending ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
@@ -27,7 +27,7 @@ inline void start_switch(Context& from, const Context& to, bool ending) {
   (void)from, (void)to, (void)ending;
 #endif
 }
-// `main` learns its bounds from the first switch away from it.
+// The first switch away from the host thread's stack tells its bounds, kept in `main`.
 inline void finish_switch(Context* self, Context& main) {
 #if defined(SIMT_ASAN)
   const void* bottom = nullptr;

@@ -15,7 +15,7 @@ struct Event {
   size_t warpgroup;
   std::shared_ptr<BulkStore> store;  // or a product of that warpgroup
 };
-std::vector<std::shared_ptr<Load>> loads;
+std::vector<std::shared_ptr<TmaLoad>> loads;
 std::vector<Event> events;
 uint64_t steps = 0;  // that threads waited
 unsigned mode = 0;   // what has no need to happen now does so 0: late, 1: at some time, 2: at once
@@ -31,7 +31,7 @@ T take(std::vector<T>& all, size_t i) {
 void run_event(size_t i) {
   const Event event = take(events, i);
   if (event.store == nullptr) {
-    run_product(*event.block, event.warpgroup);
+    run_wgmma(*event.block, event.warpgroup);
   } else if (!event.store->read) {
     read_store(*event.store);
     events.push_back(event);
@@ -47,12 +47,12 @@ void run_event(size_t i) {
 void start_async() {
   loads.clear();
   events.clear();
-  mode = static_cast<unsigned>((machine.state >> 20) % 3);
+  mode = static_cast<unsigned>((machine.rng >> 20) % 3);
 }
-bool at_once() { return mode == 2 || (mode == 1 && random_bits() % 8 == 0); }
-void later(Block* block, size_t warpgroup) { events.push_back({block, warpgroup, nullptr}); }
-void later(Block* block, const std::shared_ptr<BulkStore>& store) { events.push_back({block, 0, store}); }
-void later(const std::shared_ptr<Load>& load, uint64_t wait) {
+bool eager() { return mode == 2 || (mode == 1 && random_bits() % 8 == 0); }
+void schedule(Block* block, size_t warpgroup) { events.push_back({block, warpgroup, nullptr}); }
+void schedule(Block* block, const std::shared_ptr<BulkStore>& store) { events.push_back({block, 0, store}); }
+void schedule(const std::shared_ptr<TmaLoad>& load, uint64_t wait) {
   load->due = steps + wait;
   loads.push_back(load);
 }
@@ -67,16 +67,16 @@ bool step_async() {
   return !loads.empty();
 }
 
-Async& async_of(Block& block) {
+BlockAsync& block_async(Block& block) {
   if (block.async == nullptr) {
-    block.async = std::make_shared<Async>();
-    block.async->lanes.resize(block.threads);
+    block.async = std::make_shared<BlockAsync>();
+    block.async->threads.resize(block.threads);
     block.async->warpgroups.resize(block.threads / 128);
   }
   return *block.async;
 }
 
-void need_hopper(const char* what) {
+void require_sm90(const char* what) {
   if (machine.architecture != 90)
     fail("%s: an instruction of 9.0 alone, this device is %d", what, machine.architecture);
 }
@@ -85,7 +85,7 @@ void need_hopper(const char* what) {
 
 void named_barrier(int id, int threads, bool waits, const Place& at) {
   const char* name = waits ? "named_barrier_sync" : "named_barrier_arrive";
-  need_hopper(name);
+  require_sm90(name);
   maybe_yield();
   Fiber& self = *running;
   Block& block = *self.block;
@@ -93,17 +93,17 @@ void named_barrier(int id, int threads, bool waits, const Place& at) {
   if (threads < 32 || threads % 32 != 0 || threads > static_cast<int>(block.threads)) {
     fail("%s: barrier %d of %d threads: whole warps of the block are expected", name, id, threads);
   }
-  NamedBarrier& b = async_of(block).barriers[id];
+  NamedBarrier& b = block_async(block).barriers[id];
   if (b.arrived == 0) {
     b.threads = threads;
     b.came.assign(block.threads, false);
-    b.past = nullptr;
+    b.clock = nullptr;
   } else if (b.threads != threads) {
     fail("%s: barrier %d of %d threads, of which others say %d", name, id, threads, b.threads);
   }
-  if (b.came[self.number]) fail("%s: the thread comes to barrier %d twice before all are there", name, id);
-  b.came[self.number] = true;
-  race_release(b.past);
+  if (b.came[self.thread_rank]) fail("%s: the thread comes to barrier %d twice before all are there", name, id);
+  b.came[self.thread_rank] = true;
+  race_release(b.clock);
   progress();
   if (++b.arrived < b.threads) {
     if (!waits) {
@@ -113,26 +113,26 @@ void named_barrier(int id, int threads, bool waits, const Place& at) {
     b.waiting.push_back(&self);
     self.payload = &b;
     wait(name, at);
-    race_acquire(lane_of(self).barrier_past);
+    race_acquire(thread_async(self).barrier_clock);
     return;
   }
   b.arrived = 0;
-  const Clock past = b.past;
+  const Clock clock = b.clock;
   std::vector<Fiber*> woken;
   woken.swap(b.waiting);
   for (size_t i = woken.size(); i > 1; --i) std::swap(woken[i - 1], woken[random_below(i)]);
   for (Fiber* f : woken) {
-    lane_of(*f).barrier_past = past;
+    thread_async(*f).barrier_clock = clock;
     wake(f);
   }
-  if (waits) race_acquire(past);
+  if (waits) race_acquire(clock);
   maybe_yield();
 }
 
 void set_registers(int count, bool up) {
-  need_hopper("set_registers");
+  require_sm90("set_registers");
   Fiber& self = *running;
-  Lane& lane = lane_of(self);
+  ThreadAsync& lane = thread_async(self);
   const int before = lane.registers.empty() ? 0 : lane.registers.back();
   if (before != 0 && (up ? count < before : count > before)) {
     fail("set_registers_%s: %d, the thread has %d", up ? "up" : "down", count, before);
@@ -146,7 +146,7 @@ static void elect_all(Warp& warp, unsigned) {
   for (unsigned lane = 0; lane < 32; ++lane) *static_cast<unsigned*>(warp.lane[lane]->payload) = lane == chosen;
 }
 bool elect(const Place& at) {
-  need_hopper("elect_one");
+  require_sm90("elect_one");
   unsigned payload = 0;
   collective("elect_one", ~0u, elect_all, &payload, at);
   return payload != 0;
@@ -156,27 +156,27 @@ bool elect(const Place& at) {
 
 namespace {
 
-void leave_registers(Fiber& fiber) {
-  Async& async = async_of(*fiber.block);
-  const size_t number = fiber.number / 128;
-  const Lane& lane = async.lanes[fiber.number];
-  if (number >= async.warpgroups.size()) {
+void exit_registers(Fiber& fiber) {
+  BlockAsync& async = block_async(*fiber.block);
+  const size_t warpgroup = fiber.thread_rank / 128;
+  const ThreadAsync& lane = async.threads[fiber.thread_rank];
+  if (warpgroup >= async.warpgroups.size()) {
     if (!lane.registers.empty()) fail("set_registers: the thread is in no whole warpgroup of 128");
     return;
   }
-  Warpgroup& group = async.warpgroups[number];
+  Warpgroup& group = async.warpgroups[warpgroup];
   if (!group.ended) {
     group.ended = true;
     group.registers = lane.registers;
   } else if (group.registers != lane.registers) {
-    fail("set_registers: not all threads of warpgroup %zu have called the same", number);
+    fail("set_registers: not all threads of warpgroup %zu have called the same", warpgroup);
   }
 }
 
 void check_pool(Block& block) {
-  const Async& async = *block.async;
+  const BlockAsync& async = *block.async;
   // What ptxas gives a thread of a kernel that has a multiprocessor to itself, and what the block therefore has: no
-  // thread gets what the division leaves (tests/test_cuda_build.py looks at ptxas's reports).
+  // thread gets what the division leaves (tests/cuda/test_cuda_build.py looks at ptxas's reports).
   const int start = static_cast<int>(std::min(256u, 65536 / block.threads / 8 * 8));
   const int pool = start * static_cast<int>(block.threads);
   int sum = 0;
@@ -190,20 +190,20 @@ void check_pool(Block& block) {
 
 }  // namespace
 
-void leave_async(Fiber& fiber) {
+void exit_async(Fiber& fiber) {
   Block& block = *fiber.block;
   if (block.async == nullptr) return;
-  leave_products(fiber);
-  Lane& lane = lane_of(fiber);
+  exit_wgmma(fiber);
+  ThreadAsync& lane = thread_async(fiber);
   for (const auto& store : lane.stores) {
-    if (!store->covered) {
+    if (!store->waited) {
       fail("the thread ends while its %s may still read shared memory: no bulk_wait_read for it",
            store->adds ? "bulk_reduce_add_f32" : "tma_store_4d");
     }
     write_store(*store);
   }
-  leave_registers(fiber);
-  if (block.left + 1 < block.threads) return;
+  exit_registers(fiber);
+  if (block.exited + 1 < block.threads) return;
   check_pool(block);
   for (const auto& load : loads) {
     if (load->block == &block) fail("the block ends while a tma_load_4d into it is on its way");
@@ -228,8 +228,8 @@ std::string waiting_async(const Fiber& fiber) {
   }
   for (const Warpgroup& group : fiber.block->async->warpgroups) {
     if (std::find(group.waiting.begin(), group.waiting.end(), &fiber) == group.waiting.end()) continue;
-    for (const auto& product : group.products) {
-      if (product->arrived < 128) return text(": to a wgmma of it %u of 128 threads have come", product->arrived);
+    for (const auto& wgmma : group.wgmmas) {
+      if (wgmma->arrived < 128) return text(": to a wgmma of it %u of 128 threads have come", wgmma->arrived);
     }
   }
   return "";

@@ -26,68 +26,68 @@ struct alignas(128) TensorMap {
   const unsigned char* data;
   int64_t sizes[4], strides[4];  // in elements
   int box[4];
-  uint64_t known;  // kKnownMap, or the map is none
+  uint64_t magic;  // kKnownMap, or the map is none
 };
 
 }  // namespace seqkern
 
 namespace simt {
 
-constexpr uint64_t kKnownMap = 0x7E4504A950C0FFEEu;
+constexpr uint64_t kMapMagic = 0x7E4504A950C0FFEEu;
 
-void box_load(void* shared, const seqkern::TensorMap& map, uint64_t* barrier, const int (&at)[4]);
-void box_store(const seqkern::TensorMap& map, const void* shared, const int (&at)[4]);
-void bulk_add(float* global, const void* shared, int bytes);
-void bulk_close();
-void bulk_cover(unsigned open, bool written);
+void tma_load(void* shared, const seqkern::TensorMap& map, uint64_t* barrier, const int (&at)[4]);
+void tma_store(const seqkern::TensorMap& map, const void* shared, const int (&at)[4]);
+void bulk_reduce_add(float* global, const void* shared, int bytes);
+void bulk_commit_group();
+void bulk_wait_group(unsigned open, bool written);
 void proxy_fence(bool shared);
 void named_barrier(int id, int threads, bool waits, const Place& at);
 void set_registers(int count, bool up);
 bool elect(const Place& at);
 
-struct ProductKind {
+struct WgmmaCall {
   bool half, transpose_a, transpose_b, registers, accumulate;
   int n;
   uint64_t a, b;  // descriptors
-  bool operator==(const ProductKind& o) const {
+  bool operator==(const WgmmaCall& o) const {
     return half == o.half && transpose_a == o.transpose_a && transpose_b == o.transpose_b && registers == o.registers &&
            accumulate == o.accumulate && n == o.n && a == o.a && b == o.b;
   }
 };
-void product_fence();
-void product_issue(const ProductKind& kind, float* d, const uint32_t* a, const Place& at);
-void product_commit();
-void product_wait(unsigned open, const Place& at);
+void wgmma_fence();
+void wgmma_issue(const WgmmaCall& call, float* d, const uint32_t* a, const Place& at);
+void wgmma_commit();
+void wgmma_wait(unsigned open, const Place& at);
 
 }  // namespace simt
 
 #define SK_SHARED_TILES(name) SK_SHARED(name)
-#define SIMT_TWIN inline __attribute__((always_inline))
+#define SIMT_INLINE inline __attribute__((always_inline))
 
 namespace seqkern {
 
-SIMT_TWIN void tma_load_4d(void* shared, const TensorMap& map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
-  simt::box_load(shared, map, barrier, {c0, c1, c2, c3});
+SIMT_INLINE void tma_load_4d(void* shared, const TensorMap& map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+  simt::tma_load(shared, map, barrier, {c0, c1, c2, c3});
 }
-SIMT_TWIN void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
-  simt::box_store(map, shared, {c0, c1, c2, c3});
+SIMT_INLINE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
+  simt::tma_store(map, shared, {c0, c1, c2, c3});
 }
-SIMT_TWIN void bulk_reduce_add_f32(float* global, const void* shared, int bytes) {
-  simt::bulk_add(global, shared, bytes);
+SIMT_INLINE void bulk_reduce_add_f32(float* global, const void* shared, int bytes) {
+  simt::bulk_reduce_add(global, shared, bytes);
 }
-inline void bulk_commit() { simt::bulk_close(); }
+inline void bulk_commit() { simt::bulk_commit_group(); }
 template <int N>
 inline void bulk_wait_read() {
-  simt::bulk_cover(N, false);
+  simt::bulk_wait_group(N, false);
 }
 template <int N>
 inline void bulk_wait() {
-  simt::bulk_cover(N, true);
+  simt::bulk_wait_group(N, true);
 }
 inline void fence_async_shared() { simt::proxy_fence(true); }
 inline void fence_async_global() { simt::proxy_fence(false); }
 inline void prefetch_map(const TensorMap& map) {
-  if (map.known != simt::kKnownMap) simt::fail("prefetch_map: there is no tensor map");
+  if (map.magic != simt::kMapMagic) simt::fail("prefetch_map: there is no tensor map");
 }
 
 inline void named_barrier_sync(int id, int threads, simt::Place at = simt::Place()) {
@@ -108,30 +108,30 @@ inline void set_registers_down() {
 }
 inline bool elect_one(simt::Place at = simt::Place()) { return simt::elect(at); }
 
-inline void wgmma_fence() { simt::product_fence(); }
-inline void wgmma_commit() { simt::product_commit(); }
+inline void wgmma_fence() { simt::wgmma_fence(); }
+inline void wgmma_commit() { simt::wgmma_commit(); }
 template <int N>
 inline void wgmma_wait(simt::Place at = simt::Place()) {
   static_assert(N >= 0 && N <= 7, "open groups");
-  simt::product_wait(N, at);
+  simt::wgmma_wait(N, at);
 }
 template <class R, int kCount>
 inline void wgmma_pin(R (&)[kCount]) {
   static_assert(sizeof(R) == 4, "registers");
 }
 template <class T, int N, int kTransposeA, int kTransposeB>
-SIMT_TWIN void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, simt::Place at = simt::Place()) {
+SIMT_INLINE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, simt::Place at = simt::Place()) {
   static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Half>, "16-bit operands");
   static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns");
-  simt::product_issue({std::is_same_v<T, Half>, kTransposeA != 0, kTransposeB != 0, false, accumulate, N, a, b}, d,
+  simt::wgmma_issue({std::is_same_v<T, Half>, kTransposeA != 0, kTransposeB != 0, false, accumulate, N, a, b}, d,
                       nullptr, at);
 }
 template <class T, int N, int kTransposeB>
-SIMT_TWIN void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+SIMT_INLINE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                         simt::Place at = simt::Place()) {
   static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Half>, "16-bit operands");
   static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns");
-  simt::product_issue({std::is_same_v<T, Half>, false, kTransposeB != 0, true, accumulate, N, 0, b}, d, a, at);
+  simt::wgmma_issue({std::is_same_v<T, Half>, false, kTransposeB != 0, true, accumulate, N, 0, b}, d, a, at);
 }
 
 }  // namespace seqkern

@@ -1,12 +1,11 @@
-// The host half of csrc/common/cuda/launch.h and csrc/common/cuda/hopper/launch.h for CPU tensors, which stand for the
-// GPU's memory here.
+// The host side of csrc/common/cuda/launch.h and csrc/common/cuda/hopper/launch.h. CPU tensors stand for global memory.
 #include "common/cuda/hopper/launch.h"
 #include "common/cuda/launch.h"
 
 namespace seqkern {
 
 const CudaDevice& cuda_device(const Tensor& t) {
-  // As the environment says now: tests make the device smaller.
+  // Read from the environment at every call: tests change the device's limits.
   static thread_local CudaDevice device;
   const simt::Limits limits = simt::limits();
   device = {t.get_device_index(), limits.architecture, limits.multiprocessors, limits.shared_per_block,
@@ -39,11 +38,11 @@ TensorMap tensor_map(const char* op, Dtype dtype, const void* data, const int64_
     map.strides[i] = strides[i];
     map.box[i] = box[i];
   }
-  map.known = simt::kKnownMap;
+  map.magic = simt::kMapMagic;
   return map;
 }
 
-// Every tensor on memory of its own, whose ends AddressSanitizer knows.
+// One allocation for each tensor, so that AddressSanitizer knows its bounds.
 Tensor empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
   return torch::stable::new_empty(like, sizes, type);
 }

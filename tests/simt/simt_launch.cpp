@@ -1,4 +1,4 @@
-// A launch from its checks to its end: blocks, their memory, and which of them run together.
+// Kernel launch: checks of its configuration, blocks and their shared memory, and which blocks are co-resident.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -14,14 +14,15 @@ std::vector<std::unique_ptr<Block>> blocks;
 
 namespace {
 
-std::mutex one_launch;  // at a time: torch's backward passes run in threads of their own
+std::mutex one_launch;  // at a time: torch runs backward passes on its own threads
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<std::unique_ptr<Cluster>> clusters;
 
-constexpr size_t kGuard = 64;  // bytes behind the shared memory, looked at when its block ends
+constexpr size_t kGuard = 64;  // bytes behind the shared memory, checked when the block exits
 constexpr unsigned char kGuardByte = 0xA5;
 
-uint64_t mixed(uint64_t x) {
+// The finaliser of splitmix64.
+uint64_t splitmix64(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
   x = (x ^ x >> 27) * 0x94D049BB133111EBu;
@@ -38,7 +39,7 @@ void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, uns
   block.rank = rank;
   block.cluster = &cluster;
   block.threads = machine.threads.x * machine.threads.y * machine.threads.z;
-  block.left = block.arrived = 0;
+  block.exited = block.arrived = 0;
   block.barrier = nullptr;
   block.sum = block.result = 0;
   block.mbarriers.clear();
@@ -46,7 +47,7 @@ void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, uns
   void* memory = nullptr;
   size_t guard = kGuard;
 #if defined(SIMT_ASAN)
-  guard = 0;  // it has its own
+  guard = 0;  // AddressSanitizer has its own red zones
 #endif
   if (posix_memalign(&memory, 1024, std::max<size_t>(1, machine.shared_bytes + guard)) != 0) throw std::bad_alloc();
   block.shared = static_cast<unsigned char*>(memory);
@@ -56,7 +57,7 @@ void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, uns
   block.warps.resize((block.threads + 31) / 32);
   for (Warp& warp : block.warps) {
     warp.block = &block;
-    warp.lanes = 0;
+    warp.live_mask = 0;
     warp.pending.clear();
   }
   for (unsigned n = 0; n < block.threads; ++n) {
@@ -68,19 +69,19 @@ void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, uns
     Fiber& f = *fibers[next_fiber];
     f.thread = {n % machine.threads.x, n / machine.threads.x % machine.threads.y,
                 n / (machine.threads.x * machine.threads.y)};
-    f.number = n;
-    f.together = next_fiber;
+    f.thread_rank = n;
+    f.resident_rank = next_fiber;
     f.lane = n % 32;
     f.block = &block;
     f.warp = &block.warps[n / 32];
     f.warp->lane[f.lane] = &f;
-    f.warp->lanes |= 1u << f.lane;
+    f.warp->live_mask |= 1u << f.lane;
     f.started = f.finished = f.in_hook = f.arrived = false;
     f.waits = nullptr;
     f.payload = nullptr;
     f.copies.clear();
-    f.group = f.arrived_round = 0;
-    // Not all at the same place of a cache.
+    f.commit_group = f.arrived_phase = 0;
+    // Staggered, so that the stacks do not compete for the same cache sets.
     prepare(f.context, entry, next_fiber % 61 * 192);
     ++next_fiber;
     block.fibers.push_back(&f);
@@ -90,7 +91,7 @@ void start_block(Block& block, uint3 index, Cluster& cluster, unsigned rank, uns
   cluster.alive += block.threads;
 }
 
-// Frees the block's shared memory; true where something was written behind it.
+// Frees the block's shared memory; true if the guard bytes behind it were overwritten.
 bool end_block(Block& block) {
   bool overrun = false;
 #if defined(SIMT_ASAN)
@@ -103,27 +104,27 @@ bool end_block(Block& block) {
   return overrun;
 }
 
-// Runs `count` clusters of the grid together, from their numbers.
-void run_together(const size_t* units, size_t count, unsigned size) {
+// Runs one wave: the `count` clusters of these ids, co-resident, of `size` blocks each.
+void run_resident(const size_t* cluster_ids, size_t count, unsigned size) {
   const dim3& grid = machine.grid;
-  const unsigned wide = grid.x / size;  // clusters in a row of the grid
+  const unsigned wide = grid.x / size;  // clusters along x
   unsigned next_fiber = 0;
   machine.ready.clear();
-  machine.stores.clear();
+  machine.st_asyncs.clear();
   start_async();
-  machine.idle = 0;
+  machine.idle_polls = 0;
   while (clusters.size() < count) clusters.push_back(std::make_unique<Cluster>());
   while (blocks.size() < count * size) blocks.push_back(std::make_unique<Block>());
   for (auto& block : blocks) block->fibers.clear();
   for (size_t i = 0; i < count; ++i) {
     Cluster& cluster = *clusters[i];
     cluster.blocks.clear();
-    cluster.alive = cluster.arrived = cluster.round = 0;
-    cluster.past = cluster.last_past = nullptr;
-    const size_t unit = units[i];
+    cluster.alive = cluster.arrived = cluster.phase = 0;
+    cluster.clock = cluster.last_clock = nullptr;
+    const size_t id = cluster_ids[i];
     for (unsigned rank = 0; rank < size; ++rank) {
-      const uint3 index = {static_cast<unsigned>(unit % wide) * size + rank,
-                           static_cast<unsigned>(unit / wide % grid.y), static_cast<unsigned>(unit / wide / grid.y)};
+      const uint3 index = {static_cast<unsigned>(id % wide) * size + rank,
+                           static_cast<unsigned>(id / wide % grid.y), static_cast<unsigned>(id / wide / grid.y)};
       start_block(*blocks[i * size + rank], index, cluster, rank, next_fiber);
     }
   }
@@ -214,22 +215,22 @@ void launch(const char* op, dim3 grid, dim3 block, size_t shared_bytes, int clus
   machine.architecture = l.architecture;
   machine.body = &body;
   const auto seed = static_cast<uint64_t>(setting("SEQKERN_SIMT_SEED", 0));
-  static uint64_t launches = 0;  // with this seed: every one of them has a schedule of its own
+  static uint64_t launches = 0;  // so far with this seed: each launch gets its own schedule
   launches = seed == machine.seed ? launches + 1 : 0;
   machine.seed = seed;
-  machine.state = mixed(seed + (launches << 32)) | 1;
+  machine.rng = splitmix64(seed + (launches << 32)) | 1;
   const uint64_t even[] = {0, 3, 63};
-  machine.even = even[random_below(3)];
+  machine.uniform_mask = even[random_below(3)];
   machine.main.stack = nullptr;
 
-  std::vector<size_t> units(all / static_cast<size_t>(cluster));
-  for (size_t i = 0; i < units.size(); ++i) units[i] = i;
-  for (size_t i = units.size(); i > 1; --i) std::swap(units[i - 1], units[random_below(i)]);
-  // One, or some of those that would fit the device.
+  std::vector<size_t> cluster_ids(all / static_cast<size_t>(cluster));
+  for (size_t i = 0; i < cluster_ids.size(); ++i) cluster_ids[i] = i;
+  for (size_t i = cluster_ids.size(); i > 1; --i) std::swap(cluster_ids[i - 1], cluster_ids[random_below(i)]);
+  // Clusters in a wave: all of a cooperative launch, otherwise one, or a few of those that fit the device.
   const size_t few = std::max<size_t>(1, std::min<size_t>(room, 8) / static_cast<size_t>(cluster));
-  const size_t together = all_resident ? units.size() : random_bits() & 1 ? 1 : 1 + random_below(few);
-  for (size_t i = 0; i < units.size() && machine.error.empty(); i += together) {
-    run_together(&units[i], std::min(together, units.size() - i), static_cast<unsigned>(cluster));
+  const size_t wave = all_resident ? cluster_ids.size() : random_bits() & 1 ? 1 : 1 + random_below(few);
+  for (size_t i = 0; i < cluster_ids.size() && machine.error.empty(); i += wave) {
+    run_resident(&cluster_ids[i], std::min(wave, cluster_ids.size() - i), static_cast<unsigned>(cluster));
   }
   if (!machine.error.empty()) throw std::runtime_error(machine.error);
 }

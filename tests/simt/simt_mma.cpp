@@ -17,17 +17,17 @@ float of_bf16(uint32_t bits) { return seqkern::widen(seqkern::BFloat16{static_ca
 float of_f16(uint32_t bits) { return seqkern::widen(seqkern::Half{static_cast<uint16_t>(bits)}); }
 float of_tf32(uint32_t bits) { return bits_to<float>(bits & 0xFFFFE000u); }  // the low bits are not looked at
 
-const Mma& lane_of(const Warp& warp, int lane) { return *static_cast<const Mma*>(warp.lane[lane]->payload); }
+const Mma& operands_of(const Warp& warp, int lane) { return *static_cast<const Mma*>(warp.lane[lane]->payload); }
 
 // c0, c1: row group, columns 2 q and 2 q + 1. c2, c3: row group + 8.
 void load_sums(const Warp& warp, float (&d)[16][8]) {
   for (int lane = 0; lane < 32; ++lane) {
-    for (int i = 0; i < 4; ++i) d[lane / 4 + (i >= 2 ? 8 : 0)][lane % 4 * 2 + (i & 1)] = lane_of(warp, lane).d[i];
+    for (int i = 0; i < 4; ++i) d[lane / 4 + (i >= 2 ? 8 : 0)][lane % 4 * 2 + (i & 1)] = operands_of(warp, lane).d[i];
   }
 }
 void store_sums(const Warp& warp, const float (&d)[16][8]) {
   for (int lane = 0; lane < 32; ++lane) {
-    for (int i = 0; i < 4; ++i) lane_of(warp, lane).d[i] = d[lane / 4 + (i >= 2 ? 8 : 0)][lane % 4 * 2 + (i & 1)];
+    for (int i = 0; i < 4; ++i) operands_of(warp, lane).d[i] = d[lane / 4 + (i >= 2 ? 8 : 0)][lane % 4 * 2 + (i & 1)];
   }
 }
 
@@ -49,7 +49,7 @@ void mma_16816(Warp& warp, unsigned) {
   Operand<16, 16> a;
   Operand<16, 8> b;
   for (int lane = 0; lane < 32; ++lane) {
-    const Mma& in = lane_of(warp, lane);
+    const Mma& in = operands_of(warp, lane);
     const int group = lane / 4, q = lane % 4;
     for (int i = 0; i < 8; ++i) {
       const bool upper = i < 2 || (i >= 4 && i < 6);
@@ -67,7 +67,7 @@ void mma_1688(Warp& warp, unsigned) {
   Operand<16, 8> a;
   Operand<8, 8> b;
   for (int lane = 0; lane < 32; ++lane) {
-    const Mma& in = lane_of(warp, lane);
+    const Mma& in = operands_of(warp, lane);
     const int group = lane / 4, q = lane % 4;
     for (int i = 0; i < 4; ++i) a.value[i % 2 == 0 ? group : group + 8][i < 2 ? q : q + 4] = of_tf32(in.a[i]);
     for (int i = 0; i < 2; ++i) b.value[i == 0 ? q : q + 4][group] = of_tf32(in.b[i]);

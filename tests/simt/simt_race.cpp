@@ -158,7 +158,7 @@ bool own(const void* p) {
 }
 
 void look(const void* p, size_t bytes, bool writes, const void* at, bool proxy = false) {
-  const uint32_t self = actor == 0 ? running->together : actor;
+  const uint32_t self = actor == 0 ? running->resident_rank : actor;
   const Time& time = times[self];
   for (size_t i = 0; i < bytes; ++i) {
     const auto address = reinterpret_cast<uintptr_t>(p) + i;
@@ -211,26 +211,26 @@ void race_start(size_t threads, size_t actors) {
 }
 
 void race_sync(Block& block) {
-  sync(block.fibers.size(), [&](size_t i) { return block.fibers[i]->together; });
+  sync(block.fibers.size(), [&](size_t i) { return block.fibers[i]->resident_rank; });
 }
 void race_sync(Warp& warp, unsigned mask) {
   uint32_t lanes[32];
   size_t count = 0;
   for (int lane = 0; lane < 32; ++lane) {
-    if (mask >> lane & 1) lanes[count++] = warp.lane[lane]->together;
+    if (mask >> lane & 1) lanes[count++] = warp.lane[lane]->resident_rank;
   }
   sync(count, [&](size_t i) { return lanes[i]; });
 }
 
 void race_release(Clock& at) {
-  at = past(running->together, at);
-  ++times[running->together].now;
+  at = past(running->resident_rank, at);
+  ++times[running->resident_rank].now;
 }
 void race_acquire(const Clock& at) {
   if (at == nullptr) return;
-  auto joined = std::make_shared<std::vector<uint32_t>>(*times[running->together].seen);
+  auto joined = std::make_shared<std::vector<uint32_t>>(*times[running->resident_rank].seen);
   join(*joined, *at);
-  times[running->together].seen = joined;
+  times[running->resident_rank].seen = joined;
 }
 void race_merge(Clock& at, const Clock& other) {
   if (at == nullptr || other == nullptr) {
@@ -241,34 +241,34 @@ void race_merge(Clock& at, const Clock& other) {
   join(*joined, *other);
   at = joined;
 }
-void race_release_word(const void* word, bool add) {
+void race_store_release(const void* word, bool add) {
   Clock& at = words[word];
   if (!add) at = nullptr;
   race_release(at);
 }
-void race_relaxed_word(const void* word, bool add) {
+void race_store_relaxed(const void* word, bool add) {
   Clock& at = words[word];
   if (!add) at = nullptr;
-  race_merge(at, times[running->together].fenced);
+  race_merge(at, times[running->resident_rank].fenced);
 }
-void race_acquire_word(const void* word) {
+void race_load_acquire(const void* word) {
   const auto found = words.find(word);
   if (found != words.end()) race_acquire(found->second);
 }
-void race_read_word(const void* word) {
+void race_load_relaxed(const void* word) {
   const auto found = words.find(word);
-  if (found != words.end()) race_merge(times[running->together].read, found->second);
+  if (found != words.end()) race_merge(times[running->resident_rank].read, found->second);
 }
-void race_fence() {
-  race_acquire(times[running->together].read);
-  times[running->together].read = nullptr;
+void race_threadfence() {
+  race_acquire(times[running->resident_rank].read);
+  times[running->resident_rank].read = nullptr;
   Clock past = nullptr;
   race_release(past);
-  times[running->together].fenced = past;
+  times[running->resident_rank].fenced = past;
 }
-void race_release_least(Clock& at) {
-  const Clock own = past(running->together, nullptr);
-  ++times[running->together].now;
+void race_release_meet(Clock& at) {
+  const Clock own = past(running->resident_rank, nullptr);
+  ++times[running->resident_rank].now;
   if (at == nullptr) {
     at = own;
     return;
@@ -277,7 +277,7 @@ void race_release_least(Clock& at) {
   for (size_t i = 0; i < least->size(); ++i) (*least)[i] = std::min((*least)[i], (*own)[i]);
   at = least;
 }
-void race_actor(size_t number, const Clock& past, Clock* clock) {
+void race_actor_begin(size_t number, const Clock& past, Clock* clock) {
   actor = static_cast<uint32_t>(number);
   Time& time = times[number];
   time.seen = past;
@@ -288,7 +288,7 @@ void race_actor(size_t number, const Clock& past, Clock* clock) {
 void race_actor_end() { actor = 0; }
 void race_actor_read(const void* p, size_t bytes, bool shared, const void* at) { look(p, bytes, false, at, shared); }
 void race_actor_write(const void* p, size_t bytes, bool shared, const void* at) { look(p, bytes, true, at, shared); }
-void race_proxy_fence() { fences[running->together].push_back(times[running->together].now++); }
+void race_proxy_fence() { fences[running->resident_rank].push_back(times[running->resident_rank].now++); }
 void race_read(const void* p, size_t bytes, const void* at) { look(p, bytes, false, at); }
 void race_write(const void* p, size_t bytes, const void* at) { look(p, bytes, true, at); }
 

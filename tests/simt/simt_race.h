@@ -30,24 +30,24 @@ using Clock = std::shared_ptr<const std::vector<uint32_t>>;
 void race_start(size_t threads, size_t actors_each);
 void race_sync(Block& block);
 void race_sync(Warp& warp, unsigned mask);
-void race_release(Clock& at);  // adds the running thread's past
-void race_acquire(const Clock& at);
-void race_release_word(const void* word, bool add);
-void race_relaxed_word(const void* word, bool add);  // releases what was fenced
-void race_acquire_word(const void* word);
-void race_read_word(const void* word);  // relaxed: acquires with the next race_fence
-void race_fence();
-void race_merge(Clock& at, const Clock& other);
+void race_release(Clock& sync);  // adds the running thread's past
+void race_acquire(const Clock& sync);
+void race_store_release(const void* word, bool rmw);
+void race_store_relaxed(const void* word, bool rmw);  // releases what was fenced
+void race_load_acquire(const void* word);
+void race_load_relaxed(const void* word);  // relaxed: acquires with the next race_fence
+void race_threadfence();
+void race_merge(Clock& sync, const Clock& other);
 // By the executor, for an instruction at that place of the code.
-void race_read(const void* p, size_t bytes, const void* at);
-void race_write(const void* p, size_t bytes, const void* at);
+void race_read(const void* p, size_t bytes, const void* pc);
+void race_write(const void* p, size_t bytes, const void* pc);
 // What goes on behind the threads' backs reads and writes as an actor, number `actor`, that has seen `past` and nothing
 // else; `clock` becomes what its waiter acquires. Of shared memory that was written in the ordinary way it wants a
 // race_proxy_fence by who wrote.
-void race_release_least(Clock& at);  // of several threads: what all of them have seen
-void race_actor(size_t actor, const Clock& past, Clock* clock);
-void race_actor_read(const void* p, size_t bytes, bool shared, const void* at);
-void race_actor_write(const void* p, size_t bytes, bool shared, const void* at);
+void race_release_meet(Clock& sync);  // of several threads: what all of them have seen
+void race_actor_begin(size_t actor, const Clock& issue_clock, Clock* done_clock);
+void race_actor_read(const void* p, size_t bytes, bool shared, const void* pc);
+void race_actor_write(const void* p, size_t bytes, bool shared, const void* pc);
 void race_actor_end();
 void race_proxy_fence();
 #else
@@ -56,16 +56,16 @@ inline void race_sync(Block&) {}
 inline void race_sync(Warp&, unsigned) {}
 inline void race_release(Clock&) {}
 inline void race_acquire(const Clock&) {}
-inline void race_release_word(const void*, bool) {}
-inline void race_relaxed_word(const void*, bool) {}
-inline void race_acquire_word(const void*) {}
-inline void race_read_word(const void*) {}
-inline void race_fence() {}
+inline void race_store_release(const void*, bool) {}
+inline void race_store_relaxed(const void*, bool) {}
+inline void race_load_acquire(const void*) {}
+inline void race_load_relaxed(const void*) {}
+inline void race_threadfence() {}
 inline void race_merge(Clock&, const Clock&) {}
 inline void race_read(const void*, size_t, const void*) {}
 inline void race_write(const void*, size_t, const void*) {}
-inline void race_release_least(Clock&) {}
-inline void race_actor(size_t, const Clock&, Clock*) {}
+inline void race_release_meet(Clock&) {}
+inline void race_actor_begin(size_t, const Clock&, Clock*) {}
 inline void race_actor_read(const void*, size_t, bool, const void*) {}
 inline void race_actor_write(const void*, size_t, bool, const void*) {}
 inline void race_actor_end() {}

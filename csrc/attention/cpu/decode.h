@@ -16,7 +16,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-constexpr int64_t kDecodeRows = 16, kDecodeKeys = 512;
+constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeys = 512;
 // With long vectors, scores are dot products along the keys' rows, and are stored by rows. Short vectors gain nothing
 // by that: there scores are a product with one vector of lanes, and are stored by keys, as elsewhere.
 template <class A>

@@ -84,6 +84,7 @@ const AttentionKernels attention_kernels = {
     .backward_scratch = bytes_of<BackwardScratch>,
     .forward = forward,
     .decode_rows = kDecodeRows,
+    .decode_queries = kDecodeQueries,
     .decode_keys = kDecodeKeys,
     .decode_scratch = bytes_of<DecodeScratch>,
     .decode_partial = bytes_of<DecodePartial>,

@@ -1,0 +1,178 @@
+"""A user's program, for `mypy --strict`: every public function and module, and what comes back.
+
+Lines with `type: ignore` are mistakes, which a type checker has to report (test_build.py takes the comments out).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from typing_extensions import assert_type
+
+import seqkern
+from seqkern.nn import AddLayerNorm, AddRMSNorm
+
+Pair = tuple[Tensor, Tensor]
+
+
+def attention(wanted: bool) -> None:
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    assert_type(seqkern.attention(q, k, v), Tensor)
+    assert_type(seqkern.attention(q, k, v, causal=True, window=(3, None), softcap=20.0, return_lse=False), Tensor)
+    out, lse = assert_type(seqkern.attention(q, k, v, sinks=torch.zeros(4), return_lse=True), Pair)
+    assert_type(seqkern.attention(q, k, v, return_lse=wanted), Tensor | Pair)
+    assert_type(seqkern.merge_attention(out, lse, out, lse), Pair)
+    assert_type(seqkern.attention_weights(q, k, torch.tensor([5]), causal=True), Tensor)
+    assert_type(seqkern.scaled_dot_product_attention(q, q, q, None, 0.0, True, scale=0.5), Tensor)
+    options: dict[str, Any] = {"is_causal": True}
+    assert_type(seqkern.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options), Tensor)
+
+    x, starts = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
+    assert_type(seqkern.attention_varlen(x, x, x, starts, starts, 4, 4, causal=True), Tensor)
+    assert_type(seqkern.attention_varlen(x, x, x, starts, starts, 4, 4, return_lse=True), Pair)
+    assert_type(seqkern.attention_varlen(x, x, x, starts, starts, 4, 4, return_lse=wanted), Tensor | Pair)
+
+    cache, lengths, new = torch.zeros(2, 2, 16, 8), torch.tensor([3, 5]), torch.randn(2, 2, 1, 8)
+    newest = torch.randn(2, 4, 1, 8)
+    assert_type(seqkern.attention_decode(newest, cache, cache.clone(), lengths, key=new, value=new), Tensor)
+    assert_type(seqkern.attention_decode(newest, cache, cache, lengths, return_lse=True), Pair)
+    assert_type(seqkern.attention_decode(newest, cache, cache, lengths, return_lse=wanted), Tensor | Pair)
+
+
+def norms() -> None:
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    assert_type(seqkern.layer_norm(x, (8,), weight, torch.zeros(8), 1e-6), Tensor)
+    assert_type(seqkern.layer_norm(x, 8, eps=1e-6), Tensor)
+    assert_type(seqkern.rms_norm(x, x.shape[-1:], weight), Tensor)
+    assert_type(seqkern.add_layer_norm(x, x, [8], dropout_p=0.1, seed=3), Pair)
+    y, residual = assert_type(seqkern.add_rms_norm(x, None, 8, weight), Pair)
+    assert_type(seqkern.add_rms_norm(y, residual, 8, weight, training=False), Pair)
+
+
+def gated() -> None:
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    assert_type(seqkern.swiglu(gate, up), Tensor)
+    assert_type(seqkern.geglu(gate, up, approximate="tanh"), Tensor)
+
+
+def recurrent(wanted: bool) -> None:
+    x, resets = torch.randn(5, 3, 4), torch.zeros(5, 3, dtype=torch.bool)
+    weights = {gates: [torch.randn(gates * 8, 4), torch.randn(gates * 8, 8)] for gates in (1, 3, 4)}
+    state = torch.zeros(1, 3, 8)
+    output, (h_n, c_n) = seqkern.lstm(x, None, weights[4])
+    assert_type(output, Tensor)
+    assert_type(c_n, Tensor)
+    output, (h_n, c_n), cells = seqkern.lstm(x, (h_n, c_n), weights[4], lengths=[5, 1, 2], return_all_c=True)
+    assert_type(cells, Tensor)
+    assert_type(
+        seqkern.lstm(x, None, weights[4], zoneout=(0.1, 0.2), return_all_c=wanted),
+        tuple[Tensor, Pair] | tuple[Tensor, Pair, Tensor],
+    )
+    assert_type(seqkern.gru(x, state, weights[3], resets=resets, training=True, zoneout=0.1, seed=1), Pair)
+    assert_type(seqkern.rnn_tanh(x, state, weights[1], lengths=torch.tensor([5, 1, 2])), Pair)
+    assert_type(seqkern.rnn_relu(x, None, weights[1], recompute=True), Pair)
+
+    h = torch.zeros(3, 8)
+    assert_type(seqkern.lstm_cell(x[0], (h, h), *weights[4]), Pair)
+    assert_type(seqkern.gru_cell(x[0], h, *weights[3]), Tensor)
+    assert_type(seqkern.rnn_tanh_cell(x[0], h, *weights[1]), Tensor)
+    assert_type(seqkern.rnn_relu_cell(x[0], h, *weights[1]), Tensor)
+
+
+class Block(torch.nn.Module):
+    """A pre-norm block, whose first has no residual yet."""
+
+    def __init__(self, width: int, *, rms: bool = False) -> None:
+        super().__init__()
+        self.norm = AddRMSNorm(width, dropout=0.1) if rms else AddLayerNorm(width, bias=False, dropout=0.1)
+        self.rnn = seqkern.nn.GRU(width, width, batch_first=True, layer_norm=True)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Pair:
+        y, residual = assert_type(self.norm.forward(x, residual), Pair)
+        y, _ = assert_type(self.rnn.forward(y), Pair)
+        return y, residual
+
+
+class Narrow(seqkern.nn.LSTM):
+    """A class of a user's own, with a constructor and a forward of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, peephole=True, zoneout=(0.1, 0.0))
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input)[0]
+
+
+def modules(wanted: bool) -> None:
+    x, packed = torch.randn(5, 3, 8), pack_sequence([torch.randn(2, 8), torch.randn(1, 8)])
+    residual: Tensor | None = None
+    for block in (Block(8), Block(8, rms=True)):
+        x, residual = block(x, residual)
+    norm: torch.nn.LayerNorm = seqkern.nn.LayerNorm((3, 8), eps=1e-6, device="cpu", dtype=torch.float32)
+    assert_type(norm.forward(x), Tensor)
+    assert_type(seqkern.nn.LayerNorm(8).forward(x), Tensor)
+    assert_type(seqkern.nn.RMSNorm([8], elementwise_affine=False).forward(x), Tensor)
+
+    theirs: torch.nn.LSTM = seqkern.nn.LSTM(8, 4, num_layers=2, bidirectional=True)
+    assert_type(theirs.forward(x), tuple[Tensor, Pair])
+    lstm = seqkern.nn.LSTM(8, 4, proj_size=2, recurrent_dropout=0.1)
+    assert_type(lstm.forward(x, None, [5, 1, 2]), tuple[Tensor, Pair])
+    assert_type(lstm.forward(x, return_all_c=True), tuple[Tensor, Pair, Tensor])
+    assert_type(lstm.forward(x, return_all_c=wanted), tuple[Tensor, Pair] | tuple[Tensor, Pair, Tensor])
+    assert_type(lstm.forward(packed), tuple[PackedSequence, Pair])
+    assert_type(lstm.forward(packed, return_all_c=True), tuple[PackedSequence, Pair, PackedSequence])
+    assert_type(seqkern.nn.RNN(8, 4, nonlinearity="relu").forward(x, lengths=torch.tensor([5, 1, 2])), Pair)
+    assert_type(seqkern.nn.GRU(8, 4).forward(packed), tuple[PackedSequence, Tensor])
+    assert_type(seqkern.nn.GRU(8, 4).forward(x[:, 0], lengths=3), Pair)
+    assert_type(Narrow(8).forward(x), Tensor)
+
+    assert_type(seqkern.nn.LSTMCell(8, 4).forward(x[0]), Pair)
+    assert_type(seqkern.nn.GRUCell(8, 4, bias=False).forward(x[0], torch.zeros(3, 4)), Tensor)
+    assert_type(seqkern.nn.RNNCell(8, 4, nonlinearity="relu").forward(x[0]), Tensor)
+
+
+def the_rest() -> None:
+    x = torch.randn(3, 8)
+    with seqkern.use_backend("reference"):
+        assert_type(seqkern.explain("layer_norm", x).kernel, str)
+    assert_type(seqkern.reference.layer_norm(x, None, None, 1e-5), Tensor)
+    seqkern.release_memory()
+
+
+def mistakes(x: Tensor, padding: Tensor) -> None:
+    """What is wrong at run time, too."""
+    seqkern.attention(x, x, x, is_causal=True)  # type: ignore[call-overload]
+    seqkern.attention(x, x, x, key_padding_mask=padding)  # type: ignore[call-overload]
+    seqkern.attention(x, x, x, return_lse=True).sum()  # type: ignore[attr-defined]
+    seqkern.attention_decode(x, x, x, padding, causal=True)  # type: ignore[call-overload]
+    seqkern.attention_varlen(x, x, x, padding, padding, 4)  # type: ignore[call-overload]
+    seqkern.scaled_dot_product_attention(x, x, x, causal=True)  # type: ignore[arg-type]
+    seqkern.layer_norm(x, (8,), gamma=x)  # type: ignore[arg-type]
+    seqkern.layer_norm(x, 8.0)  # type: ignore[arg-type]
+    seqkern.rms_norm(x)  # type: ignore[call-arg]
+    seqkern.add_layer_norm(x, 8)  # type: ignore[call-arg, arg-type]
+    _, _, _ = seqkern.lstm(x, None, [x])  # type: ignore[misc]
+    seqkern.gru(x, (x, x), [x])  # type: ignore[arg-type]
+    seqkern.gru(x, None, [x], sequence_lengths=[1])  # type: ignore[arg-type]
+    seqkern.lstm_cell(x, x, x, x)  # type: ignore[arg-type]
+    seqkern.nn.LSTM(8, 8, layers=2)  # type: ignore[arg-type]
+    seqkern.nn.LSTM("8", 8)  # type: ignore[arg-type]
+    seqkern.nn.GRU(8, 8).forward(x, (x, x))  # type: ignore[call-overload]
+    seqkern.nn.AddRMSNorm(8, bias=True)  # type: ignore[arg-type]
+    seqkern.nn.AddRMSNorm(8).forward(x, x).sum()  # type: ignore[attr-defined]
+    seqkern.explain(x)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    attention(True)
+    norms()
+    recurrent(True)
+    modules(True)
+    the_rest()
+
+
+if __name__ == "__main__":
+    main()

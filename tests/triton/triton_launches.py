@@ -1,0 +1,179 @@
+"""The calls of the GPU-marked tests of Triton kernels, through the compile-only driver (triton_driver.py).
+
+    python tests/triton/triton_launches.py ARCH quick|all [SLICE ...]
+
+Forward and backward as on a GPU, without a look at the numbers: nothing was launched. Every call is made, what fails is
+told at the end. "quick" makes a few calls that together meet every kernel and option, each for one architecture in
+turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import test_attention_triton as attention
+import test_rnn_triton as rnn
+import torch
+import triton
+from triton.errors import TritonError
+from triton_driver import DEVICES, compile_only
+
+import seqkern
+from seqkern import testing
+from seqkern._slices import SLICES
+from seqkern.testing import rnn_calls as layers
+from seqkern.testing.attention_calls import CASES, OpCase, sample
+from seqkern.testing.attention_calls import call as call_attention
+from seqkern.testing.option_sets import ATTENTION_OPTIONS, ATTENTION_SHAPES, PACKED_LENGTHS, PACKED_OPTIONS
+
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MASKED_DROPOUT = OpCase(lengths=((33, 70),) * 2, mask="added", dropout_p=0.3, dtype=torch.float64)
+Call = tuple[str, Callable[[], Any]]
+
+
+def through_autograd(case: testing.Case, dtype: torch.dtype) -> None:
+    """What `check_case` runs of ours: dispatch, forward and backward."""
+    inputs = {name: t.to(dtype) for name, t in case.inputs(torch.Generator().manual_seed(0)).items()}
+    testing.run(case.ours, inputs, names=case.outputs, differentiate=case.differentiable)
+
+
+# Of the cases by name, those of the quick tests.
+QUICK = (
+    "everything", "decoding", "key lengths", "bool mask by key", "alibi in float16", "mask shared by packed sequences",
+    "LSTM", "peepholes", "everything, GRU",
+)  # fmt: skip
+
+
+def attention_calls(quick: bool) -> Iterator[Call]:
+    for dtype in [torch.bfloat16] if quick else DTYPES:
+        yield f"attention rows of stride 1 {dtype}", partial(rows_of_stride_1, dtype)
+    for name, case in CASES.items():
+        if quick and name not in QUICK:
+            continue
+        for dtype in [case.dtype] if quick else DTYPES:
+            yield f"attention {name} {dtype}", partial(call_attention, replace(case, dtype=dtype))
+    if quick:
+        yield "attention float64, masked dropout of 64", partial(call_attention, replace(MASKED_DROPOUT, head_dim=64))
+        return
+    for seed in [*attention.RANDOM, *attention.MORE]:
+        yield f"attention sample {seed}", partial(call_attention, sample(seed), seed)
+    shapes = [(f"shape {name}", {}, shape) for name, shape in ATTENTION_SHAPES.items()]
+    shapes += [(name, {"queries": 130, "head_dim": 32}, case) for name, case in ATTENTION_OPTIONS.items()]
+    packed = {"packed": PACKED_LENGTHS, "head_dim": 32}
+    shapes += [(f"packed {name}", packed, case) for name, case in PACKED_OPTIONS.items()]
+    for name, least, case in shapes:
+        for dtype in DTYPES:
+            made: Any = testing.attention_case(**least | case)  # type: ignore[arg-type]
+            yield f"attention {name} {dtype}", partial(through_autograd, made, dtype)
+    for dim in (8, 64, 128, 256):
+        for mask in ("added", "bool"):
+            case = replace(MASKED_DROPOUT, head_dim=dim, value_dim=dim, mask=mask)
+            yield f"attention float64, {mask} masked dropout of {dim}", partial(call_attention, case)
+
+
+def rows_of_stride_1(dtype: torch.dtype) -> None:
+    """A head dimension of 1, and a row seen through a transpose; the rows that a decoder's cache has."""
+    for queries in (70, 1):
+        column = torch.randn(2, 2, queries, 1, dtype=dtype).requires_grad_()
+        seqkern.attention(column, column, column, causal=True).sum().backward()
+        row = torch.randn(2, 2, 1, queries, dtype=dtype).transpose(-1, -2).requires_grad_()
+        seqkern.attention(row, row, row).sum().backward()
+
+
+def norm_calls(quick: bool) -> Iterator[Call]:
+    for columns in [1024] if quick else [1, 63, 768, 1024, 5120, 16384]:
+        for dtype in [torch.float32, torch.bfloat16] if quick else DTYPES:
+            for centred in [dtype == torch.float32] if quick else [True, False]:
+                cases = [testing.layer_norm_case(130, columns, centred=centred)]
+                cases += [
+                    testing.add_layer_norm_case(130, columns, centred=centred, dropout_p=p)
+                    for p in ([0.3] if quick else [0.0, 0.3])
+                ]
+                for case in cases:
+                    yield f"{case.outputs} {columns} {dtype} {centred}", partial(through_autograd, case, dtype)
+
+
+def glu_calls(quick: bool) -> Iterator[Call]:
+    for op, options in (("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "tanh"})):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for shape in [(33, 129)] if quick else [(1, 1), (1, 64), (33, 129), (130, 2816)]:
+                yield f"{op} {shape} {dtype}", partial(through_autograd, testing.glu_case(op, *shape, **options), dtype)
+            yield f"{op} of halves {dtype}", partial(halves, op, options, dtype)
+
+
+def halves(op: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    gate, up = torch.randn(7, 2 * 129, dtype=dtype).requires_grad_().chunk(2, -1)
+    getattr(seqkern, op)(gate, up, **options).sum().backward()
+
+
+def rnn_calls(quick: bool) -> Iterator[Call]:
+    for name, case in rnn.CASES.items():
+        if quick and name not in QUICK:
+            continue
+        for dtype in [case.dtype] if quick else DTYPES:
+            yield f"rnn {name} {dtype}", partial(layers.call, replace(case, dtype=dtype))
+    for cell in range(4):
+        for hidden in [] if quick else [31, 32, 64, 100, 128, 200, 256]:
+            for dtype in DTYPES:
+                case = layers.OpCase(cell=cell, steps=9, batch=33, hidden=hidden, directions=2, dtype=dtype)
+                yield f"rnn {cell} of {hidden} {dtype}", partial(layers.call, case)
+    for seed in [] if quick else [*rnn.RANDOM, *range(1100, 1180)]:
+        yield f"rnn sample {seed}", partial(layers.call, layers.sample(seed), seed)
+    for cell in [] if quick else CELLS:
+        for dtype in DTYPES:
+            for shape in [(1, 1, 1, 64), (65, 33, 7, 129), (65, 8, 64, 256)]:
+                case = testing.rnn_case(cell, *shape)
+                yield f"{cell} {shape} {dtype}", partial(through_autograd, case, dtype)
+
+
+def cell_calls(quick: bool) -> Iterator[Call]:
+    for cell in ["gru"] if quick else CELLS:
+        for dtype in [torch.float16] if quick else DTYPES:
+            for shape in [(33, 7, 129)] if quick else [(1, 1, 64), (33, 7, 129), (8, 64, 256)]:
+                case = testing.rnn_cell_case(cell, *shape)
+                yield f"{cell}_cell {shape} {dtype}", partial(through_autograd, case, dtype)
+
+
+def seconds() -> float:
+    """Processor time so far, with ptxas's."""
+    return sum(os.times()[:4])
+
+
+PARTS = {
+    "attention": attention_calls,
+    "layer_norm": norm_calls,
+    "glu": glu_calls,
+    "rnn": rnn_calls,
+    "rnn_cell": cell_calls,
+}
+assert PARTS.keys() == SLICES.keys()
+
+
+def main(arch: int, quick: bool, parts: list[str]) -> None:
+    failed: dict[str, str] = {}
+    counts: dict[str, Any] = {"triton": triton.__version__, "arch": arch, "calls": 0}
+    with compile_only(arch) as driver, seqkern.use_backend("triton"):
+        calls = [call for part in parts or PARTS for call in PARTS[part](quick)]
+        for name, call in calls[sorted(DEVICES).index(arch) :: len(DEVICES)] if quick else calls:
+            print(name, flush=True)  # the last one that is told, where a compiler aborts
+            counts["calls"] += 1
+            try:
+                call()
+            except (TritonError, RuntimeError, TypeError, ValueError) as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+    counts |= {"launches": driver.launches, "specialisations": driver.compiled, "kernels": len(driver.names)}
+    for name, error in failed.items():
+        print(f"\n{name}: {error}")
+    print(json.dumps(counts | {"failed": len(failed), "seconds": round(seconds())}))
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2] == "quick", sys.argv[3:])
