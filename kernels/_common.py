@@ -5,6 +5,7 @@ tensors and compiles them. So tiles, warps and specialisations are chosen in one
 ships.
 """
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -38,6 +39,11 @@ class Launch(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None  # a thread's limit. None leaves it to ptxas, which may spill to fit more programs
+
+    def __str__(self) -> str:
+        blocks = [f"{name} {value}" for name, value in self.constants.items() if name.startswith("BLOCK_")]
+        stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
+        return f"{self.name}: {math.prod(self.grid)} programs of {', '.join(blocks)}, {self.num_warps} warps{stages}"
 
 
 # triton.cdiv and triton.next_power_of_2 can also be called in kernels, so from the host they take 4 us each

@@ -15,8 +15,9 @@ read when a call is planned: `forget()` makes all calls new.
 benchmarks/host_time.py measures the cost of a call. Half of what is left is the allocation of results.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ _LOCK = threading.Lock()  # for writers; readers need none
 class Memory:
     """What a plan allocates: results, and workspaces between its launches."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device  # where all of it is; None: each tensor beside the one that it is like
         self.tensors: list[torch.Tensor] = []
         self.made: list[Callable[[list], torch.Tensor]] = []  # makes each again, given the ones before
 
     def empty(self, like: torch.Tensor, shape, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Contiguous, uninitialised, on the device of `like` and, unless another is given, of its dtype."""
-        dtype, shape, device = dtype or like.dtype, tuple(shape), like.device
+        dtype, shape, device = dtype or like.dtype, tuple(shape), self.device or like.device
         strides, elements = [], 1
         for size in reversed(shape):
             strides.insert(0, elements)
@@ -46,7 +48,7 @@ class Memory:
         return self._keep(lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
     def full(self, like: torch.Tensor, shape, value: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-        dtype, shape, device = dtype or like.dtype, tuple(shape), like.device
+        dtype, shape, device = dtype or like.dtype, tuple(shape), self.device or like.device
         return self._keep(lambda _: torch.full(shape, value, dtype=dtype, device=device))
 
     def view(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -121,6 +123,10 @@ def planned(plan: Callable[..., tuple], tensors: tuple, options: tuple, device: 
     """
     kinds = [None if each is None else (each.dtype, each.shape, each.stride()) for each in tensors]
     key = (plan, device, options, *kinds)
+    if _noted is not None:
+        results, launches = plan(Memory("meta"), *tensors, *options)
+        _noted.extend(launches)
+        return results
     with on(device):
         kept = _KEPT.get(key)
         if kept is not None:
@@ -128,6 +134,20 @@ def planned(plan: Callable[..., tuple], tensors: tuple, options: tuple, device: 
             if results is not None:
                 return results
         return _planned(plan, tensors, options, key)
+
+
+_noted: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """The launches that calls of `planned` would make. They are not made, and nothing is allocated for them."""
+    global _noted
+    before, _noted = _noted, []
+    try:
+        yield _noted
+    finally:
+        _noted = before
 
 
 def _planned(plan, tensors, options, key):

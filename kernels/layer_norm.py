@@ -51,7 +51,7 @@ from ._common import (
     scalar,
     unit_last,
 )
-from ._replay import Memory, planned
+from ._replay import Memory, noted, planned
 
 
 @triton.jit
@@ -665,6 +665,18 @@ def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
     tensors = (_readable(grad_output), _readable(grad_sum), unit_last(input), mean, rstd.contiguous())
     tensors += (_readable(weight), seed)
     return planned(_plan_occupied, tensors, (dropout_p, need_weight, need_bias), input.device)
+
+
+def explained(op, input, *parameters):
+    """The launches of a call on the last dimension without options, forward and backward; nothing is launched."""
+    rows = input.reshape(-1, input.size(-1))
+    centred, residual = "rms" not in op, rows if op.startswith("add") else None
+    weight = torch.empty(rows.size(1), dtype=rows.dtype, device="meta")
+    rstd = torch.empty(len(rows), dtype=accumulator(rows.dtype), device="meta")
+    with noted() as launches:
+        layer_norm_fwd(rows, residual, weight, weight if centred else None, None, 1e-5, 0.0, centred)
+        layer_norm_bwd(rows, None, rows, rstd, rstd, weight, None, 0.0, centred, True, centred)
+    return launches
 
 
 _PROGRAMS: dict[tuple, int] = {}  # of a kernel, those that a multiprocessor holds at once

@@ -5,9 +5,9 @@ Equations: kernels/rnn/rnn.py, one step without options. Two products of torch c
 
 import torch
 
-from .._rnn_scan import GATES, GRU, LSTM
+from .._rnn_scan import CELLS, GATES, GRU, KEPT, LSTM, hidden_size
 from ._common import accumulator, unit_last
-from ._replay import planned
+from ._replay import noted, planned
 from .rnn import plans
 
 __all__ = ["aot_configurations", "rnn_cell_bwd", "rnn_cell_fwd"]
@@ -54,6 +54,26 @@ def _plan_cell_backward(memory, grad_h, grad_c, h, c, activated, cell):
 
 def _only(each):
     return each[0, 0]
+
+
+def explained(op, *tensors):
+    """The launches of a step, forward and backward, if h or W_hh is among the tensors; nothing is launched."""
+    cell = CELLS.index(op.removesuffix("_cell"))
+    hidden = hidden_size(cell, tensors)
+    if hidden is None:
+        return []
+    rows, input = tensors[0].reshape(-1, tensors[0].size(-1)).size(0), tensors[0]
+
+    def empty(columns, dtype=input.dtype):
+        return torch.empty((rows, columns), dtype=dtype, device="meta")
+
+    gates, h = empty(GATES[cell] * hidden), empty(hidden)
+    c = h if cell == LSTM else None
+    kept = empty(KEPT[cell] * hidden, accumulator(input.dtype))
+    with noted() as launches:
+        rnn_cell_fwd(gates, gates, h, c, cell)
+        rnn_cell_bwd(h, c, h, c, c, kept, cell)
+    return launches
 
 
 def aot_configurations(limit, thorough):

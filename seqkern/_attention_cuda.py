@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqkern._limits import MOST_DECODE_QUERIES, MOST_HEAD_DIM
+
 PATHS = ("auto", "mma", "hopper")
-MOST_DIM = 256
-MOST_QUERIES = 16  # of the decode kernel
 _path = "auto"
 
 
@@ -36,9 +36,9 @@ def check(query: Tensor, value: Tensor) -> None:
             "seqkern attention: the CUDA C++ kernels take float32, bfloat16 and float16, got float64; "
             'use_backend("triton") runs it'
         )
-    if not (1 <= query.size(-1) <= MOST_DIM and 1 <= value.size(-1) <= MOST_DIM):
+    if not (1 <= query.size(-1) <= MOST_HEAD_DIM and 1 <= value.size(-1) <= MOST_HEAD_DIM):
         raise NotImplementedError(
-            f"seqkern attention: the CUDA C++ kernels take head dimensions of 1 to {MOST_DIM}, got query "
+            f"seqkern attention: the CUDA C++ kernels take head dimensions of 1 to {MOST_HEAD_DIM}, got query "
             f'{tuple(query.shape)} and value {tuple(value.shape)}; use_backend("reference") runs any'
         )
 
@@ -84,7 +84,7 @@ def plan(op: str, tensors: tuple[Tensor, ...]) -> str:
     if query.dim() < least:
         raise ValueError(f"{op}: query must have at least {least} dimensions, got shape {tuple(query.shape)}")
     check(query, value)
-    if op == "attention_decode" and query.dim() == 4 and 0 < query.shape[2] <= MOST_QUERIES:
+    if op == "attention_decode" and query.dim() == 4 and 0 < query.shape[2] <= MOST_DECODE_QUERIES:
         return "keys split over blocks, the heads of a group in one product, mma.sync"
     passes = [
         torch.ops.seqkern_cuda.attention_plan(query, value.size(-1), backward, _path) for backward in (False, True)

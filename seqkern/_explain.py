@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -44,7 +45,8 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         op: a public function that kernels serve, such as "attention" or "lstm_cell"; `python -m seqkern` lists them.
         tensors: the tensors that the op would get; device and dtype of the first decide. For a recurrent layer in CUDA
             C++ its input and h, or its weights: then it tells which tier would hold them; for attention in CUDA C++
-            query, key and value: then it tells the kernels and their tiles.
+            query, key and value: then it tells the kernels and their tiles. In Triton it tells the launches of a call
+            without options, forward and backward, with their tiles.
 
     Raises:
         ValueError: unknown op.
@@ -67,7 +69,10 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         return Choice(op, backend, f"seqkern.reference.{FUNCTIONS[op].name}", asked)
     if backend == "triton":
         where = "interpreted on CPU" if tensor.device.type == "cpu" else f"compiled for {tensor.device}"
-        return Choice(op, backend, f"Triton, {where}", asked or "CUDA tensors run the Triton kernels")
+        kernels = importlib.import_module(f"seqkern.kernels.{FUNCTIONS[op].name}")
+        launches = kernels.explained(op, *tensors) if tensors else []
+        reason = "; ".join([asked or "CUDA tensors run the Triton kernels", *map(str, launches)])
+        return Choice(op, backend, f"Triton, {where}", reason)
     if backend == "cuda":
         where = "executed on the host" if tensor.device.type == "cpu" else f"for {tensor.device}"
         reason = asked or ("it measured faster than Triton here" if has_triton() else "triton is not installed")

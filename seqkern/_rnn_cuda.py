@@ -15,12 +15,14 @@ from torch import Tensor
 
 from seqkern import _library
 from seqkern._rnn_scan import (
+    CELLS,
     GATES,
     GRU,
     LSTM,
     Problem,
     Scanned,
     all_gradients,
+    hidden_size,
     input_gates,
     memory_of,
     per_step,
@@ -216,17 +218,14 @@ def _gates_again(problem: Problem, input: Tensor, w_ih: Any, products: Tensor) -
 
 def explain(op: str, tensors: tuple[Tensor, ...]) -> tuple[bool, str]:
     """Whether CUDA C++ walks over a layer's steps in one launch, forward or backward, and the plans of both."""
-    cell = ("lstm", "gru", "rnn_tanh", "rnn_relu").index(op)
-    # (gates * hidden, hidden): if w_ih has that shape too, the answer is the same
-    sizes = [t.size(1) for t in tensors[1:] if t.dim() == 2 and t.size(0) == GATES[cell] * t.size(1)]
-    sizes += [t.size(2) for t in tensors[1:] if t.dim() == 3]
-    if not sizes and not (tensors and tensors[0].dtype == torch.float64):
+    cell = CELLS.index(op)
+    found = hidden_size(cell, tensors)
+    if found is None and not (tensors and tensors[0].dtype == torch.float64):
         how = "all steps in one launch where the device holds the recurrent weights (tells when it gets w_hh too)"
         return True, how
-    hidden = sizes[0] if sizes else 1
-    w_hh = (
-        tensors[0].new_empty(1).expand(1, GATES[cell] * hidden, hidden)
-    )  # shape, dtype and device are all that counts
+    hidden = found or 1
+    # shape, dtype and device are all that counts
+    w_hh = tensors[0].new_empty(1).expand(1, GATES[cell] * hidden, hidden)
     batch = tensors[0].size(1) if tensors[0].dim() == 3 else 1
     forward, backward = (plan(w_hh, batch, cell, backward=each) for each in (False, True))
     if forward == backward and not forward.served:

@@ -14,6 +14,7 @@ from torch import Tensor
 from seqkern._tensors import accumulator, unit_last
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 GATES = (4, 3, 1, 1)  # G: gates that a cell computes from x and h
 KEPT = (4, 4, 1, 1)  # R: values that the backward pass needs of a step; the GRU's q as well
 
@@ -65,6 +66,17 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 def stack_or_none(tensors: Sequence[Tensor]) -> Tensor | None:
     return stack(tensors) if tensors else None
+
+
+def hidden_size(cell: int, tensors: Sequence[Tensor]) -> int | None:
+    """H, from what `explain` got behind the input: W_hh, (G H, H), or h, (D, B, H) or (B, H); None without them.
+
+    If W_ih is square in that way too, the answer is the same.
+    """
+    sizes = [t.size(1) for t in tensors[1:] if t.dim() == 2 and t.size(0) == GATES[cell] * t.size(1)]
+    sizes += [t.size(2) for t in tensors[1:] if t.dim() == 3]
+    sizes += [t.size(1) for t in tensors[1:] if tensors[0].dim() == 2 and t.dim() == 2 and t.size(0) == len(tensors[0])]
+    return sizes[0] if sizes else None
 
 
 def sum_biases(cell: int, b_ih: Sequence[Tensor], b_hh: Sequence[Tensor], acc: torch.dtype) -> Tensor | None:

@@ -55,8 +55,8 @@ const Rule kRnn("RnnNode", [](const Call& call) -> variable_list {
   const Tensor nothing = stable(at::empty({0}, cells.options()));
   const auto results = backward(maybe(call.grads[0]), maybe(call.grads[1]), cell == kLstm ? maybe(call.grads[2]) : none,
                                 none, stable(input), stable(h0), maybe(c0), w.list(0), w.list(1), w.list(2), w.list(3),
-                                w.list(4), List(), List(), none, none, none, none, 0.0, 0.0, kEps, cell,
-                                stable(output), stable(cells), stable(gates), nothing, call.needs[0], need_weights);
+                                w.list(4), List(), List(), none, none, none, none, 0.0, 0.0, kEps, cell, stable(output),
+                                stable(cells), stable(gates), nothing, call.needs[0], need_weights);
   variable_list found(inputs);
   if (call.needs[0]) found[0] = native(std::get<0>(results));
   if (call.needs[1]) found[1] = native(std::get<1>(results));

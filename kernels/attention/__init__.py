@@ -1,5 +1,5 @@
 """The Triton kernels of attention."""
 
-from .attention import aot_configurations, attention_bwd, attention_fwd
+from .attention import aot_configurations, attention_bwd, attention_fwd, explained
 
-__all__ = ["aot_configurations", "attention_bwd", "attention_fwd"]
+__all__ = ["aot_configurations", "attention_bwd", "attention_fwd", "explained"]

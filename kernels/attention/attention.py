@@ -48,7 +48,7 @@ from .._common import (
     tile_scores,
     unit_last,
 )
-from .._replay import Memory, planned
+from .._replay import Memory, noted, planned
 from .blocks import (
     LN2,
     LOG2E,
@@ -599,6 +599,25 @@ def attention_bwd(
     )  # fmt: skip
     grads = planned(_plan_backward, tensors, options, query.device)
     return grads if sign is None else (grads[0] * sign, *grads[1:])
+
+
+def explained(op, query, key=None, value=None):
+    """The launches of a call without options, forward and backward, for `explain`; nothing is launched."""
+    key, value = (query if each is None else each for each in (key, value))
+    starts = None
+    if op == "attention_varlen":  # packed (T, H, D)
+        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+        starts = torch.empty(2, dtype=torch.int32, device="meta")
+    query, key, value = (each[(None,) * (4 - each.dim())].flatten(0, -4) for each in (query, key, value))
+    sizes = (query.size(2), key.size(2), 0, False, -1, -1, query.size(-1) ** -0.5, 0.0, 0.0)
+    options = (None, starts, starts, None, None)
+    with noted() as launches:
+        attention_fwd(query, key, value, *options, None, None, *sizes)
+        if op != "attention_decode":
+            out = torch.empty((*query.shape[:3], value.size(-1)), dtype=query.dtype, device="meta")
+            lse = out.new_empty(query.shape[:3], dtype=accumulator(query.dtype))
+            attention_bwd(out, None, query, key, value, out, lse, *options, None, *sizes, False, False)
+    return launches
 
 
 # For the ahead-of-time gate: arguments of `prepare` for each option, and whether it comes with gradient tensors.

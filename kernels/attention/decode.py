@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..._limits import MOST_DECODE_QUERIES
 from .._common import (
     Launch,
     accumulator,
@@ -160,7 +161,7 @@ def decodes(query, key, mask, query_starts, seed):
     if mask is not None or query_starts is not None or seed is not None:
         return False
     _, h, nq, _ = query.shape
-    return 0 < nq <= 16 and h > 0 and nq * (h // key.size(1)) <= 64
+    return 0 < nq <= MOST_DECODE_QUERIES and h > 0 and nq * (h // key.size(1)) <= 64
 
 
 def packed(query, key):

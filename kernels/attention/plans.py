@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..._limits import MOST_HEAD_DIM
 from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dropout_scalars, power_of_two, unit_last
 from .blocks import NATURAL, RAW, SCALED
 
@@ -64,9 +65,9 @@ class Problem(NamedTuple):
 
 def usable(query, key, value, mask, slopes, scale, softcap):
     """(query, key, value, mask, scale, sign) as the kernels read them; the query is multiplied by `sign`."""
-    if not (1 <= query.size(-1) <= 256 and 1 <= value.size(-1) <= 256):
+    if not (1 <= query.size(-1) <= MOST_HEAD_DIM and 1 <= value.size(-1) <= MOST_HEAD_DIM):
         raise NotImplementedError(
-            "seqkern attention: the Triton kernels take head dimensions of 1 to 256, got query "
+            f"seqkern attention: the Triton kernels take head dimensions of 1 to {MOST_HEAD_DIM}, got query "
             f'{tuple(query.shape)} and value {tuple(value.shape)}; use_backend("reference") runs any'
         )
     sign = None

@@ -37,10 +37,13 @@ device, so a caller may capture it in a CUDA graph. No GPU speed has been measur
 import torch
 
 from ..._rnn_scan import (
+    CELLS,
     GRU,
     LSTM,
+    Problem,
     Scanned,
     all_gradients,
+    hidden_size,
     input_gates,
     memory_of,
     per_step,
@@ -56,7 +59,24 @@ from .._replay import Repeated
 from . import plans
 from .sequence import plan_backward as plan_sequence_backward
 from .sequence import plan_forward as plan_sequence_forward
-from .sequence import takes_sequence
+from .sequence import takes_sequence, tile
+
+
+def explained(op, *tensors):
+    """How a layer without options walks over its steps, if h or W_hh is among the tensors; nothing is launched."""
+    cell, input = CELLS.index(op), tensors[0]
+    hidden = hidden_size(cell, tensors)
+    if hidden is None:
+        return []
+    steps, batch = (*input.shape, 1)[:2] if input.dim() == 3 else (len(input), 1)
+    problem = Problem(
+        cell, input.dtype, steps, batch, hidden, hidden, 1, *(None,) * 7, 0.0, 0.0, 0.0, input.device
+    )  # fmt: skip
+    if not takes_sequence(problem, shared_memory(input.device)):
+        return ["a product and a launch a step, forward and backward"]
+    blocks, warps = tile(problem)
+    sizes = ", ".join(f"{name} {blocks[name]}" for name in ("BLOCK_B", "BLOCK_H"))
+    return [f"all steps in one launch, forward and backward: {sizes}, {warps} warps"]
 
 
 def _first_operand(problem, h0):

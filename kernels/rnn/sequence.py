@@ -269,7 +269,7 @@ def _block(problem):
     return max(16, power_of_two(problem.h))
 
 
-def _tile(problem):
+def tile(problem):
     """(constants, warps), chosen so that nothing spills."""
     block_h = _block(problem)
     warps = 4 if block_h <= 32 else 8
@@ -279,17 +279,17 @@ def _tile(problem):
 
 
 def _plan(name, kernel, problem, pointers, strides):
-    tile, warps = _tile(problem)
+    blocks, warps = tile(problem)
     constants = {
         "CELL": problem.cell,
         "G": GATES[problem.cell],
         "ACC": TRITON_DTYPE[problem.acc],
         "ALIGNED": all(n % 8 == 0 for n in (problem.h, *(n for each in strides for n in each))),
-        **tile,
+        **blocks,
     }
     if kernel is sequence_forward_kernel:
-        constants["AHEAD"] = tile["SLICE"] == 0 and tile["BLOCK_H"] <= 64
-    grid = (problem.d * cdiv(problem.b, tile["BLOCK_B"]),)
+        constants["AHEAD"] = blocks["SLICE"] == 0 and blocks["BLOCK_H"] <= 64
+    grid = (problem.d * cdiv(problem.b, blocks["BLOCK_B"]),)
     sizes = (problem.t, problem.b, problem.h, problem.d)
     return Launch(f"rnn_{name}", kernel, grid, (*pointers, *strides, *sizes), constants, warps, registers=255)
 

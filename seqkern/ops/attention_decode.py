@@ -9,9 +9,9 @@ from torch import Tensor
 
 from seqkern import _attention_cuda
 from seqkern._arguments import AttentionNumbers, AttentionTensors
-from seqkern._attention_cuda import MOST_DIM, MOST_QUERIES
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
+from seqkern._limits import MOST_DECODE_QUERIES, MOST_HEAD_DIM
 from seqkern._recording import is_proxy, record
 from seqkern.ops._attention_autograd import rounded_lse, run
 from seqkern.ops._attention_checks import (
@@ -198,18 +198,19 @@ def _decodes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     """Whether the kernel in CUDA C++ for few queries serves a call; else that of `attention` does."""
     dims = max(query.shape[3], value_cache.shape[3])
     dense = all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in (key_cache, value_cache))
-    some = query.shape[1] > 0 and 0 < query.shape[2] <= MOST_QUERIES
-    return some and query.dtype != torch.float64 and dims <= MOST_DIM and dense
+    some = query.shape[1] > 0 and 0 < query.shape[2] <= MOST_DECODE_QUERIES
+    return some and query.dtype != torch.float64 and dims <= MOST_HEAD_DIM and dense
 
 
 def _check_kernels(op: str, backend: str, query: Tensor, value_cache: Tensor) -> None:
     """Raises for what the kernels of `attention` would refuse."""
     if backend == "cuda":
         _attention_cuda.check(query, value_cache)
-    if backend == "triton" and not (1 <= query.shape[3] <= MOST_DIM and 1 <= value_cache.shape[3] <= MOST_DIM):
+    dims = (query.shape[3], value_cache.shape[3])
+    if backend == "triton" and not all(1 <= dim <= MOST_HEAD_DIM for dim in dims):
         raise NotImplementedError(
-            f"{op}: the Triton kernels take head dimensions of 1 to {MOST_DIM}, got query {tuple(query.shape)} and "
-            f'value_cache {tuple(value_cache.shape)}; use_backend("reference") runs any'
+            f"{op}: the Triton kernels take head dimensions of 1 to {MOST_HEAD_DIM}, got query {tuple(query.shape)} "
+            f'and value_cache {tuple(value_cache.shape)}; use_backend("reference") runs any'
         )
 
 

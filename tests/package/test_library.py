@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import seqkern
-from seqkern import _attention_cuda, _explain, _library, _rnn_cuda
+from seqkern import _attention_cuda, _explain, _library, _limits, _rnn_cuda
 from seqkern._slices import CUDA_OPS, FUNCTIONS
 from seqkern.testing import compare, poison, verify
 
@@ -315,6 +315,51 @@ def test_explain_tells_the_kernels_of_attention(monkeypatch):
     words = "path must be one of auto, mma, hopper, got 'wgmma'"
     with pytest.raises(ValueError, match=words), _attention_cuda.use_path("wgmma"):
         pass
+
+
+def test_explain_tells_the_launches_in_triton():
+    """In a process of its own, where Triton's kernels are interpreted: of every op the very launches of its plan."""
+    program = """
+import torch, seqkern
+from seqkern._slices import FUNCTIONS
+from seqkern.kernels import _replay
+q, x, h = torch.randn(1, 2, 70, 64), torch.randn(5, 3, 40), torch.randn(1, 3, 24)
+packed, matrix = torch.randn(70, 2, 64), torch.randn(3, 40)
+tensors = {"attention_varlen": (packed,) * 3, "lstm": (x, h), "gru": (x, h), "rnn_tanh": (x, h), "rnn_relu": (x, h)}
+tensors |= {f"{op}_cell": (matrix, h[0]) for op in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+for op in ("attention", "scaled_dot_product_attention", "attention_decode"):
+    tensors[op] = (q,) * 3
+with seqkern.use_backend("triton"):
+    for op in FUNCTIONS:
+        print(op, "|", seqkern.explain(op, *tensors.get(op, (x, x))).reason)
+    assert not _replay._KEPT
+    with _replay.noted() as launches:
+        seqkern.attention(q, q, q)
+    print(*launches)
+    print(seqkern.explain("lstm", x, torch.randn(1, 3, 1000)).reason)
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    *lines, launched, by_steps = result.stdout.splitlines()
+    told = dict(line.split(" | ") for line in lines)
+    assert told.keys() == FUNCTIONS.keys()
+    assert launched in told["attention"]
+    for op, reason in told.items():
+        tiles = re.search(r"programs of BLOCK_\w+ \d+.* \d+ warps|all steps in one launch.* BLOCK_B 16", reason)
+        assert tiles, (op, reason)
+    assert all(f"attention_{name}: " in told["attention"] for name in ("forward", "grad_query", "grad_key_value"))
+    assert "layer_norm_forward: " in told["layer_norm"]
+    assert "layer_norm_backward: " in told["add_rms_norm"]
+    assert by_steps.endswith("a product and a launch a step, forward and backward")
+
+
+def test_limits_are_the_same_in_both_languages():
+    text = (ROOT / "csrc" / "attention" / "limits.h").read_text()
+    found = {name: int(number) for name, number in re.findall(r"kMost(\w+) = (\d+);", text)}
+    assert found == {"HeadDim": _limits.MOST_HEAD_DIM, "DecodeQueries": _limits.MOST_DECODE_QUERIES}
 
 
 def test_the_executor_is_a_library():

@@ -1,6 +1,6 @@
 // Small kernels in the manner of the project's own, and the same with one fault planted in each: what the executor's
-// own tests run (planted_cuda.cu, tests/simt/test_simt.py). Every right kernel uses one of the means by which threads talk
-// to each other; `Fault` takes one thing out.
+// own tests run (planted_cuda.cu, tests/simt/test_simt.py). Every right kernel uses one of the means by which threads
+// talk to each other; `Fault` takes one thing out.
 #pragma once
 
 #include "common/cuda/device.cuh"

@@ -1,5 +1,5 @@
-// A matrix product as a Hopper kernel writes it, and the mistakes that one makes: what tests/simt/test_simt_hopper.py shows
-// the host executor to compute right and to catch.
+// A matrix product as a Hopper kernel writes it, and the mistakes that one makes: what tests/simt/test_simt_hopper.py
+// shows the host executor to compute right and to catch.
 //
 // A block has a warpgroup that loads tiles by TMA into a ring of two stages, and two that multiply 64 rows each by
 // wgmma; the product leaves by TMA, or is added to float32 in memory.

@@ -134,7 +134,8 @@ inline int __all_sync(unsigned mask, int predicate, simt::Place at = simt::Place
 template <class T>
 inline T __shfl_sync(unsigned mask, T v, int source, int width = 32, simt::Place at = simt::Place()) {
   const int lane = static_cast<int>(simt::running->lane);
-  return simt::shuffle("__shfl_sync", mask, v, simt::shuffle_source(lane / width * width + (source & (width - 1)), width), at);
+  return simt::shuffle("__shfl_sync", mask, v,
+                       simt::shuffle_source(lane / width * width + (source & (width - 1)), width), at);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T v, int lanes, int width = 32, simt::Place at = simt::Place()) {

@@ -95,10 +95,10 @@ struct BlockAsync {
 BlockAsync& block_async(Block& block);
 inline ThreadAsync& thread_async(const Fiber& fiber) { return block_async(*fiber.block).threads[fiber.thread_rank]; }
 void run_wgmma(Block& block, size_t warpgroup);  // the next one that all threads have called
-void schedule(Block* block, size_t warpgroup);        // some time
+void schedule(Block* block, size_t warpgroup);   // some time
 void schedule(Block* block, const std::shared_ptr<BulkStore>& store);
 void schedule(const std::shared_ptr<TmaLoad>& load, uint64_t wait);  // not before so many steps
-bool eager();                                                // this schedule does not wait with it
+bool eager();                                                        // this schedule does not wait with it
 void require_sm90(const char* what);
 void exit_wgmma(Fiber& fiber);
 void finish(TmaLoad& load);

@@ -70,8 +70,8 @@ struct Fiber {
   Warp* warp;
   bool started, finished;
   bool in_hook;  // inside a ThreadSanitizer callback, which the compiler assumes not to throw
-  // What it blocks on or polls, and where. mask, payload: of a warp collective, its member mask and this lane's operands;
-  // payload also holds the mbarrier that is polled.
+  // What it blocks on or polls, and where. mask, payload: of a warp collective, its member mask and this lane's
+  // operands; payload also holds the mbarrier that is polled.
   const char* waits;
   Place at;
   unsigned mask;
@@ -190,8 +190,8 @@ void poll(const char* what, const Place& at);
 void yield_now();
 void maybe_yield();
 
-// A warp collective with member mask `mask`: blocks until all its lanes have arrived, each with its payload. The last one
-// calls `complete`.
+// A warp collective with member mask `mask`: blocks until all its lanes have arrived, each with its payload. The last
+// one calls `complete`.
 void collective(const char* name, unsigned mask, void (*complete)(Warp&, unsigned), void* payload, const Place& at);
 // bar.sync of the whole block with a reduction: returns the sum of `value`.
 int block_barrier(const char* name, int value, const Place& at);
@@ -213,7 +213,8 @@ void exit_cluster(Fiber& fiber);
 // One pending st.async, drawn at random.
 void complete_any_st_async();
 // Asynchronous operations of Hopper (simt_hopper.cpp). start_async: before a wave of blocks. step_async: some may
-// complete now; true while TMA loads are pending. exit_async: checks at thread exit. waiting_async: details for a report.
+// complete now; true while TMA loads are pending. exit_async: checks at thread exit. waiting_async: details for a
+// report.
 void start_async();
 bool step_async();
 void exit_async(Fiber& fiber);

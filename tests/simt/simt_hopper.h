@@ -124,11 +124,11 @@ SIMT_INLINE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumu
   static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Half>, "16-bit operands");
   static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns");
   simt::wgmma_issue({std::is_same_v<T, Half>, kTransposeA != 0, kTransposeB != 0, false, accumulate, N, a, b}, d,
-                      nullptr, at);
+                    nullptr, at);
 }
 template <class T, int N, int kTransposeB>
 SIMT_INLINE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
-                        simt::Place at = simt::Place()) {
+                          simt::Place at = simt::Place()) {
   static_assert(std::is_same_v<T, BFloat16> || std::is_same_v<T, Half>, "16-bit operands");
   static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns");
   simt::wgmma_issue({std::is_same_v<T, Half>, false, kTransposeB != 0, true, accumulate, N, 0, b}, d, a, at);

@@ -123,8 +123,8 @@ void run_resident(const size_t* cluster_ids, size_t count, unsigned size) {
     cluster.clock = cluster.last_clock = nullptr;
     const size_t id = cluster_ids[i];
     for (unsigned rank = 0; rank < size; ++rank) {
-      const uint3 index = {static_cast<unsigned>(id % wide) * size + rank,
-                           static_cast<unsigned>(id / wide % grid.y), static_cast<unsigned>(id / wide / grid.y)};
+      const uint3 index = {static_cast<unsigned>(id % wide) * size + rank, static_cast<unsigned>(id / wide % grid.y),
+                           static_cast<unsigned>(id / wide / grid.y)};
       start_block(*blocks[i * size + rank], index, cluster, rank, next_fiber);
     }
   }

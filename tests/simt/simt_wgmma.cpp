@@ -53,7 +53,8 @@ void read_operand(const Block& block, const Wgmma& p, size_t warpgroup, const ch
                            static_cast<size_t>(c % 8) * 16 + static_cast<size_t>(c / 8) * leading;
       const size_t at = swizzled(plain);
       if (at + 16 > machine.shared_bytes) {
-        fail_wgmma(p, warpgroup, text("%s reads offset %zu of %zu bytes of shared memory", name, at, machine.shared_bytes));
+        fail_wgmma(p, warpgroup,
+                   text("%s reads offset %zu of %zu bytes of shared memory", name, at, machine.shared_bytes));
       }
       check_read(block.shared + at, 16);
       race_actor_read(block.shared + at, 16, true, p.pc);
@@ -133,12 +134,12 @@ void wgmma_issue(const WgmmaCall& call, float* d, const uint32_t* registers, con
   Wgmma& p = *group.wgmmas[index];
   if (!(p.call == call) || !(p.at == at)) {
     fail_wgmma(p, warpgroup,
-           text("the thread calls another product (%s:%d), or the same with other descriptors (a %llx, b %llx, "
-                "accumulate %d) than thread (%u, %u, %u) (a %llx, b %llx, accumulate %d)",
-                base_name(at.file), at.line, static_cast<unsigned long long>(call.a),
-                static_cast<unsigned long long>(call.b), call.accumulate, p.first->thread.x, p.first->thread.y,
-                p.first->thread.z, static_cast<unsigned long long>(p.call.a), static_cast<unsigned long long>(p.call.b),
-                p.call.accumulate));
+               text("the thread calls another product (%s:%d), or the same with other descriptors (a %llx, b %llx, "
+                    "accumulate %d) than thread (%u, %u, %u) (a %llx, b %llx, accumulate %d)",
+                    base_name(at.file), at.line, static_cast<unsigned long long>(call.a),
+                    static_cast<unsigned long long>(call.b), call.accumulate, p.first->thread.x, p.first->thread.y,
+                    p.first->thread.z, static_cast<unsigned long long>(p.call.a),
+                    static_cast<unsigned long long>(p.call.b), p.call.accumulate));
   }
   ThreadAsync::Pending* pending = nullptr;
   for (ThreadAsync::Pending& o : lane.pending) {
@@ -160,7 +161,8 @@ void wgmma_issue(const WgmmaCall& call, float* d, const uint32_t* registers, con
       p.sums->values.resize(static_cast<size_t>(64) * call.n);
     }
   } else if (p.opens_chain != opens_chain || (!opens_chain && pending->sums != p.sums)) {
-    fail_wgmma(p, warpgroup, "some threads of the warpgroup have waited for its sums since the product before, some have not");
+    fail_wgmma(p, warpgroup,
+               "some threads of the warpgroup have waited for its sums since the product before, some have not");
   }
   if (opens_chain) {
     for (int i = 0; i < call.n / 2; ++i) {

@@ -433,9 +433,9 @@ int64_t bytes_of(const AttentionShape& s) {
 
 // Without tiles a block takes two to three times as long: there the decode kernels stay ahead up to their limit.
 #if defined(__AMX_BF16__)
-constexpr int64_t kMostDecodeQueries = kDecodeQueries;
+constexpr int64_t kTierDecodeQueries = kDecodeQueries;
 #else
-constexpr int64_t kMostDecodeQueries = kDecodeRows;
+constexpr int64_t kTierDecodeQueries = kDecodeRows;
 #endif
 
 }  // namespace
@@ -450,7 +450,7 @@ const AttentionKernels attention_bf16_kernels = {
     .backward_scratch = backward_scratch,
     .forward = forward,
     .decode_rows = kDecodeRows,
-    .decode_queries = kMostDecodeQueries,
+    .decode_queries = kTierDecodeQueries,
     .decode_keys = kDecodeKeys,
     .decode_scratch = bytes_of<DecodeScratch<float>>,
     .decode_partial = bytes_of<DecodePartial<float>>,

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "attention/arguments.h"
+#include "attention/limits.h"
 #include "launch.h"
 
 namespace seqkern {
@@ -16,7 +17,6 @@ namespace {
 
 using std::optional;
 
-constexpr int64_t kMostDim = 256;
 constexpr int64_t kFarDiagonal = 1 << 30;  // still fits 32 bits after adding a few lengths
 
 // Whether "auto" takes the Hopper kernels where they serve a call. Only once a GPU run has shown them right and faster.
@@ -45,7 +45,7 @@ void check_kernels(const char* op, Dtype dtype, int64_t head_dim, int64_t value_
   SK_CHECK(dtype != Dtype::f64, op,
            ": the CUDA C++ kernels take float32, bfloat16 and float16, got float64; use_backend(\"triton\") runs it");
   for (const auto& [name, dim] : {std::pair{"query", head_dim}, std::pair{"value", value_dim}}) {
-    SK_CHECK(dim >= 1 && dim <= kMostDim, op, ": the CUDA C++ kernels take head dimensions of 1 to ", kMostDim,
+    SK_CHECK(dim >= 1 && dim <= kMostHeadDim, op, ": the CUDA C++ kernels take head dimensions of 1 to ", kMostHeadDim,
              ", got ", dim, " of ", name, "; use_backend(\"reference\") runs any");
   }
 }

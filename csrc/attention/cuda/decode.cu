@@ -3,6 +3,7 @@
 #include <cmath>
 #include <tuple>
 
+#include "attention/limits.h"
 #include "common/cuda/launch.h"
 #include "decode.cuh"
 
@@ -12,7 +13,6 @@ namespace {
 using attention_decode::Decode;
 using std::optional;
 
-constexpr int64_t kMostQueries = 16, kMostColumns = 256;
 constexpr const char* kOp = "attention_decode";
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -176,10 +176,10 @@ std::tuple<Tensor, Tensor> attention_decode_op(const Tensor& query, const Tensor
   check_matrix(value_cache, query, "value_cache", pages, kv_heads, page_size, value_dim);
   check_cache(key_cache, "key_cache");
   check_cache(value_cache, "value_cache");
-  SK_CHECK(queries >= 1 && queries <= kMostQueries, kOp, ": query must have 1 to ", kMostQueries, " tokens, got ",
-           queries);
-  SK_CHECK(head_dim <= kMostColumns && value_dim <= kMostColumns, kOp, ": head dimensions must be at most ",
-           kMostColumns, ", got ", head_dim, " and ", value_dim);
+  SK_CHECK(queries >= 1 && queries <= kMostDecodeQueries, kOp, ": query must have 1 to ", kMostDecodeQueries,
+           " tokens, got ", queries);
+  SK_CHECK(head_dim <= kMostHeadDim && value_dim <= kMostHeadDim, kOp, ": head dimensions must be at most ",
+           kMostHeadDim, ", got ", head_dim, " and ", value_dim);
   SK_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, kOp, ": the ", heads,
            " heads of query must be a multiple of the ", kv_heads, " of key_cache");
   SK_CHECK(heads > 0 || !key, kOp, ": query must have heads where there are new rows, got 0 heads");

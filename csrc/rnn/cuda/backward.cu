@@ -231,8 +231,8 @@ std::tuple<Tensor, Tensor> rnn_scan_bwd(const MaybeTensor& grad_output, const Ma
   check(products, {D, T, B, G * H}, acc, "products");
   check(norm_sums, {D, B, norm_columns_of(cell_kind, H)}, acc, "norm_sums");
   BackwardArgs p{};
-  p.scan = checked_scan(
-      check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell_kind}, T, B);
+  p.scan =
+      checked_scan(check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell_kind}, T, B);
 
   Tensor grad_h0 = empty(w_hh, {D, B, H}, acc), grad_c0 = empty(w_hh, {lstm ? D : 0, B, H}, acc);
   if (B == 0) return {grad_h0, grad_c0};

@@ -61,8 +61,8 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
                                         const MaybeTensor& norm, const MaybeTensor& lengths, const MaybeTensor& resets,
                                         const MaybeTensor& recurrent_mask, const MaybeTensor& seed, const Tensor& h0,
                                         const MaybeTensor& c0, double zoneout_h, double zoneout_c, double eps,
-                                        int64_t cell_number, const Tensor& output,
-                                        const MaybeTensor& cells, const MaybeTensor& gates, const MaybeTensor& products,
+                                        int64_t cell_number, const Tensor& output, const MaybeTensor& cells,
+                                        const MaybeTensor& gates, const MaybeTensor& products,
                                         const std::string& tier) {
   const char* op = "rnn_scan_fwd";
   const Dtype dtype = check_weights(w_hh, cell_number, op);
@@ -85,8 +85,7 @@ std::tuple<Tensor, Tensor> rnn_scan_fwd(const Tensor& x, const Tensor& w_hh, con
   check(gates, {d, t, b, r * h}, wide, "gates");
   check(products, {d, t, b, g * h}, wide, "products");
   RnnForwardArgs args{};
-  args.scan = checked_scan(
-      check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell}, t, b);
+  args.scan = checked_scan(check, {norm, lengths, resets, recurrent_mask, seed, zoneout_h, zoneout_c, eps, cell}, t, b);
 
   const OnDevice guard(w_hh);
   const RnnPlan plan = plan_forward(w_hh, b, cell, norm.has_value(), tier, op);
