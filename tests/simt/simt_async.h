@@ -23,8 +23,8 @@ struct Wgmma {
   bool opens_chain = false;  // sums that no product before had
   bool done = false;
   std::shared_ptr<Accumulators> sums;
-  std::vector<float> a;  // 64 x 16, from registers
-  Clock past, clock;     // what all 128 threads had seen; that it has read
+  std::vector<float> a;           // 64 x 16, from registers
+  Clock issue_clock, done_clock;  // what all 128 threads had seen; that it has read
 };
 struct Warpgroup {
   std::deque<std::shared_ptr<Wgmma>> wgmmas;  // all since the block began, read or not
@@ -45,7 +45,7 @@ struct TmaLoad {
   uint64_t due;  // in steps
   bool read = false;
   std::vector<unsigned char> data;  // rows of 128 bytes
-  Clock past;
+  Clock issue_clock;
 };
 struct BulkStore {
   Block* block;
@@ -59,7 +59,7 @@ struct BulkStore {
   unsigned group;
   bool read = false, written = false, waited = false;
   std::vector<unsigned char> data;
-  Clock past, clock;
+  Clock issue_clock, done_clock;
 };
 
 // Of one thread.
@@ -83,7 +83,7 @@ struct NamedBarrier {
   int threads = 0, arrived = 0;
   std::vector<bool> came;
   std::vector<Fiber*> waiting;
-  Clock past;
+  Clock clock;
   Place at;
 };
 struct BlockAsync {

@@ -104,7 +104,7 @@ std::string waiting() {
     for (const Mbarrier& m : f.block->mbarriers) {
       if (m.word == f.payload && strcmp(f.waits, "mbarrier_done") == 0) {
         result += text(": the one at offset %td lacks %u arrivals and %lld bytes", offset(*f.block, m.word), m.pending,
-                       static_cast<long long>(m.bytes));
+                       static_cast<long long>(m.tx_count));
       }
     }
   }

@@ -78,7 +78,7 @@ struct Fiber {
   void* payload;
   // Pending cp.async, and the commit group that is open.
   std::vector<CpAsync> copies;
-  unsigned group;
+  unsigned commit_group;
   // barrier.cluster: whether the thread has arrived without a wait since, and in which phase.
   bool arrived;
   unsigned arrived_phase;
