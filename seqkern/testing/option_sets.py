@@ -30,6 +30,10 @@ ATTENTION_SHAPES: dict[str, dict[str, Any]] = {
     # Decoding takes them 8, 4, 3, 2 or 1 at a time.
     "7 rows a key head": {"queries": 1, "keys": 530, "heads": 14, "kv_heads": 2, "value_dim": 70},
     "16 rows a key head": {"queries": 1, "keys": 150, "batch": 2, "heads": 16, "kv_heads": 1, "head_dim": 80},
+    # From 13 queries on they go by blocks.
+    "12 queries": {"queries": 12, "keys": 90, "head_dim": 40},
+    "13 queries": {"queries": 13, "keys": 90, "head_dim": 40},
+    "16 queries, one head": {"queries": 16, "keys": 600, "heads": 1},
 }
 
 EVERYTHING: dict[str, Any] = {
