@@ -223,7 +223,7 @@ def explain(op: str, tensors: tuple[Tensor, ...]) -> tuple[bool, str]:
     if found is None and not (tensors and tensors[0].dtype == torch.float64):
         how = "all steps in one launch where the device holds the recurrent weights (tells when it gets w_hh too)"
         return True, how
-    hidden = found or 1
+    hidden = 1 if found is None else found
     # shape, dtype and device are all that counts
     w_hh = tensors[0].new_empty(1).expand(1, GATES[cell] * hidden, hidden)
     batch = tensors[0].size(1) if tensors[0].dim() == 3 else 1

@@ -62,7 +62,7 @@ def _aot_problem(
         [number(2 * width + (2 * n if lstm else 0), dtype=acc)] * 2 if norm else [],
         number(32, dtype=torch.int64) if lengths else None, number((64, 32), dtype=torch.bool) if resets else None,
         number((2, 32, projection or n), dtype=acc) if mask else None, number(1, dtype=torch.int64) if seed else None,
-        zoneout, zoneout if lstm else 0.0, 1e-5, cell, False,
+        zoneout, zoneout if lstm else 0.0, 1e-5, cell,
     )  # fmt: skip
 
     def wide(*shape):
