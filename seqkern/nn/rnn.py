@@ -11,6 +11,8 @@ from torch.nn import LayerNorm  # by name: users may put seqkern's modules in th
 from torch.nn.utils.rnn import PackedSequence
 from torch.types import Device
 
+from seqkern import _direct
+from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern._recording import check_not_nested, exports_onnx, is_proxy, record_module
 from seqkern.ops._rnn_checks import NO_NESTED, check_pair, check_probability, check_state, check_zoneout
@@ -414,7 +416,7 @@ class LSTMCell(torch.nn.LSTMCell):
     """
 
     def forward(self, input: Tensor, hx: State | None = None) -> State:
-        return _run_cell(self, lstm_cell, "LSTM", input, hx)
+        return _run_cell(self, "lstm", input, hx)
 
 
 class GRUCell(torch.nn.GRUCell):
@@ -430,7 +432,7 @@ class GRUCell(torch.nn.GRUCell):
     """
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        return _run_cell(self, gru_cell, "GRU", input, hx)
+        return _run_cell(self, "gru", input, hx)
 
 
 class RNNCell(torch.nn.RNNCell):
@@ -447,16 +449,28 @@ class RNNCell(torch.nn.RNNCell):
     """
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        functions = {"tanh": rnn_tanh_cell, "relu": rnn_relu_cell}
-        if self.nonlinearity not in functions:
+        if self.nonlinearity not in ("tanh", "relu"):
             raise ValueError(f'RNNCell: nonlinearity must be "tanh" or "relu", got {self.nonlinearity!r}')
-        return _run_cell(self, functions[self.nonlinearity], "RNN", input, hx)
+        return _run_cell(self, f"rnn_{self.nonlinearity}", input, hx)
 
 
-def _run_cell(module: torch.nn.RNNCellBase, function: Callable[..., Any], mode: str, input: Tensor, hx: Any) -> Any:
-    name = type(module).__name__
+_CELL_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "lstm": lstm_cell,
+    "gru": gru_cell,
+    "rnn_tanh": rnn_tanh_cell,
+    "rnn_relu": rnn_relu_cell,
+}
+
+
+def _run_cell(module: torch.nn.RNNCellBase, cell: str, input: Tensor, hx: Any) -> Any:
     if is_proxy(input):
         return record_module(module, {"input": input, "hx": hx})
+    parameters = module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh
+    if fast():
+        state = _direct.rnn_cell(CELLS[cell], input, hx, *parameters)
+        if state is not None:
+            return state
+    name = type(module).__name__
     if not isinstance(input, Tensor):
         raise TypeError(f"{name}: input must be a tensor, got {type(input).__name__}")
     check_not_nested(name, "input", input, NO_NESTED)
@@ -468,10 +482,10 @@ def _run_cell(module: torch.nn.RNNCellBase, function: Callable[..., Any], mode: 
         input = input.unsqueeze(0)
     if hx is None:
         hx = input.new_zeros(input.shape[0], module.hidden_size)
-        hx = (hx, hx) if mode == "LSTM" else hx
+        hx = (hx, hx) if cell == "lstm" else hx
     elif not batched:
-        hx = _map_state(lambda t: t.unsqueeze(0), _check_dims(name, hx, mode, 1))
-    state = function(input, hx, module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh)
+        hx = _map_state(lambda t: t.unsqueeze(0), _check_dims(name, hx, cell.upper(), 1))
+    state = _CELL_FUNCTIONS[cell](input, hx, *parameters)
     return state if batched else _map_state(lambda t: t.squeeze(0), state)
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqkern import _direct
-from seqkern._direct import Context, fast, long_way
+from seqkern._direct import Context, long_way
 from seqkern._keywords import refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import check_not_nested, is_proxy, record
@@ -113,10 +112,6 @@ def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[
 
     def run(function: Callable[..., Any], arguments: dict[str, Any], *constants: Any) -> Any:
         values = [arguments[each] for each in tensors]
-        if fast() and (front := _direct.FRONTS.get(name)):
-            output: Tensor | None = front(*values, *constants)
-            if output is not None and not arguments["unexpected"]:
-                return output
         if any(map(is_proxy, values)):
             return record(function, arguments)
         if arguments["unexpected"]:

@@ -7,6 +7,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from seqkern import _direct
+from seqkern._direct import fast
 from seqkern._keywords import explicit
 from seqkern.ops._autograd import Cost
 from seqkern.ops._elementwise import elementwise_op
@@ -39,6 +41,10 @@ def swiglu(gate: Tensor, up: Tensor, **unexpected: NoReturn) -> Tensor:
         >>> torch.allclose(seqkern.swiglu(gate, up), torch.nn.functional.silu(gate) * up, atol=1e-6)
         True
     """
+    if fast():
+        output: Tensor | None = _direct.glu(gate, up, SILU)
+        if output is not None and not unexpected:
+            return output
     return _glu(swiglu, locals(), SILU)
 
 
@@ -60,7 +66,12 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none", **unexpected: NoR
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return _glu(geglu, locals(), GELU if approximate == "none" else GELU_TANH)
+    activation = GELU if approximate == "none" else GELU_TANH
+    if fast():
+        output: Tensor | None = _direct.glu(gate, up, activation)
+        if output is not None and not unexpected:
+            return output
+    return _glu(geglu, locals(), activation)
 
 
 def cost(elements: int, dtype: torch.dtype, *, backward: bool = False) -> Cost:
