@@ -111,7 +111,12 @@ def describe_machine() -> list[tuple[str, str]]:
         ("seqkern", seqkern.__version__),
         ("processor", _processor_name()),
         ("CPU kernels", f"{cpu_isa()} (this machine has {', '.join(available_isas())})"),
-        ("fast path", "past the dispatcher" if _direct.FRONTS else "none: it was not built for this torch"),
+        (
+            "fast path",
+            "past the dispatcher"
+            if _direct.FRONTS
+            else "none for this torch: pip install --no-build-isolation -e . builds it",
+        ),
         ("CUDA C++ kernels", f"for {' '.join(cuda_archs())}" if cuda_archs() else "none in this build"),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
         ("backend", _library._backend),

@@ -38,7 +38,7 @@ def _load() -> ctypes.CDLL:
     if not path.exists():
         raise ImportError(
             f"seqkern's compiled kernels are missing ({path.name} beside {Path(__file__).name}): "
-            "build them with `make build`, or install a wheel"
+            "build them with `make build`; if a wheel is installed, run Python outside the source tree"
         )
     torch.ops.load_library(str(path))
     extension = ctypes.CDLL(str(path))

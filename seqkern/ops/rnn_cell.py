@@ -281,6 +281,8 @@ class _RnnCell(torch.autograd.Function):
         x_gates, h_gates, h, c, c_new, activated = ctx.saved_tensors
         if grad_h is None:
             grad_h = torch.zeros_like(h)
+        if ctx.cell != LSTM:  # torch.compile makes one up, whatever is marked
+            grad_c = None
         arguments = RnnCellBackward(grad_h, grad_c, x_gates, h_gates, h, c, c_new, activated, ctx.cell)
         grad_x, grad_hg, grad_h_prev, grad_c_prev = apply(
             _RnnCellBackward, _RnnCellBackwardEager, torch.is_grad_enabled(), *arguments

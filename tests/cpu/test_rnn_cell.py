@@ -82,6 +82,32 @@ def test_functional_transforms(cell):
         torch.testing.assert_close(mapped if isinstance(mapped, tuple) else (mapped,), stacked)
 
 
+def test_compiled_training(cell):
+    """The compiler gives a gradient to every result, even to the cell state that only an LSTM has."""
+    tensors = [t[0] for t in sequence(cell, 1, 2, 3, 5)]
+    weights = parameters(cell, 3, 5)
+
+    def gradients(function):
+        leaves = [t.detach().float().requires_grad_() for t in (*tensors, *weights)]
+        return torch.autograd.grad(sum(t.square().sum() for t in function(*leaves)), leaves)
+
+    function = functools.partial(run_cell, cell)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(compiled), gradients(function))
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_modules_take_replaced_weights(state):
+    """As torch's, whatever input_size says: by the fast path and without it."""
+    module, theirs = seqkern.nn.GRUCell(5, 4), torch.nn.GRUCell(10, 4)
+    module.weight_ih = torch.nn.Parameter(torch.randn(12, 10))
+    theirs.load_state_dict(module.state_dict())
+    arguments = (torch.randn(3, 10), torch.randn(3, 4)) if state else (torch.randn(3, 10),)
+    torch.testing.assert_close(module(*arguments), theirs(*arguments))
+    with pytest.raises(ValueError, match="input_size = 10"):
+        module(torch.randn(3, 5), *arguments[1:])
+
+
 def test_no_samples(cell):
     tensors = [torch.randn(0, 3, 4), *[torch.randn(0, 3, 7)] * states_of(cell)]
     weights = parameters(cell)
