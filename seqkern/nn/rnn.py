@@ -476,7 +476,7 @@ def _run_cell(module: torch.nn.RNNCellBase, cell: str, input: Tensor, hx: Any) -
     check_not_nested(name, "input", input, NO_NESTED)
     if input.dim() not in (1, 2):
         raise ValueError(f"{name}: input must have 1 or 2 dimensions, got shape {tuple(input.shape)}")
-    _check_features(name, input, module.weight_ih.shape[1])
+    _check_features(name, input, module.weight_ih.shape[-1])
     batched = input.dim() == 2
     if not batched:
         input = input.unsqueeze(0)
