@@ -4,6 +4,7 @@
 # make bench  set everything up, then time every op against its peers
 # make gpu    on a machine with a GPU: build and smoke, test, time, in three stages (benchmarks/GPU.md); make gpu-1 for one
 # make versions  set everything up, then run the tests on torch 2.10, 2.11 and the newest (downloads several GB each)
+# make matrix    set everything up, then run the integrations' tests on torch x transformers x Python (the same downloads)
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,7 +20,7 @@ TRITON_NEWEST := 3.9.0
 
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: demo test test-slow prove versions bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
+.PHONY: demo test test-slow prove versions matrix bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
 
 # The demo needs kernels for the GPUs that are here, if any; test, bench and wheel build them all. What the user sets wins.
 demo: export SEQKERN_CUDA_ARCHS ?= present
@@ -39,6 +40,9 @@ prove: build build/triton-$(TRITON_OLDEST)
 
 versions: build build/triton-$(TRITON_OLDEST)
 	WORKERS=$(WORKERS) $(PY) tests/versions.py
+
+matrix: build
+	WORKERS=$(WORKERS) $(PY) tests/matrix.py
 
 bench: build
 	$(PY) -m benchmarks

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -27,12 +26,13 @@ PACKAGES = (
 PROBE = "import torch, sys; print(torch.__version__, '%d.%d' % sys.version_info[:2])"
 
 
-def prepare(version: str) -> Path:
-    """The environment's Python, with that torch in it."""
-    folder = FOLDER / version
+def prepare(version: str, interpreter: str = sys.executable) -> Path:
+    """The Python of an environment made by that interpreter, with that torch in it."""
+    other = "" if interpreter == sys.executable else f"-{Path(interpreter).name}"
+    folder = FOLDER / f"{version}{other}"
     python = folder / "bin" / "python"
     if not (folder / ".stamp").exists():
-        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([interpreter, "-m", "venv", "--clear", folder], check=True)
         torch = "torch" if version == "newest" else f"torch=={version}"
         subprocess.run([python, "-m", "pip", "install", "-q", torch, *PACKAGES], check=True)
         (folder / ".stamp").touch()
