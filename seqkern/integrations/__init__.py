@@ -1,1 +1,1 @@
-"""seqkern inside other libraries' models. Nothing here is imported by `import seqkern`, nor patches anything by itself."""
+"""seqkern inside other libraries' models. `import seqkern` imports none of it, and nothing patches by itself."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ if "q_length" not in inspect.signature(sdpa_mask).parameters:  # masks were made
         " its masks are made in another way"
     )
 
-from seqkern.integrations.transformers_masks import Mask, mask  # noqa: E402
+from seqkern.integrations.transformers_masks import Mask, mask
 
 NAME = "seqkern"
 logger = logging.get_logger(__name__)
@@ -190,12 +189,12 @@ def _by_options(
     pattern, padding = mask.pattern, mask.padding
     if pattern.causal:
         # The last query stands at the last key that any query sees: the empty end of a static cache is left out.
-        keys = mask.diagonal + queries
+        keys = mask.offset + queries
         if not 0 < keys <= mask.shape[3]:
             return None
         key, value = key[:, :, :keys], value[:, :, :keys]
         padding = None if padding is None else padding[:, :keys]
-    elif pattern.window is not None and mask.diagonal != keys - queries:
+    elif pattern.window is not None and mask.offset != keys - queries:
         return None
     row = None if padding is None else padding[:, None, None]
     return _attention(query, key, value, row, bias, options)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def read(function: Callable[..., Any]) -> Pattern | None:
     return None
 
 
-def _code(make: str, *arguments: Any) -> Any:
+def _code(make: str, *arguments: Any) -> CodeType | None:
     """What the inner functions of transformers' factory share: their code. None where this version has no such one."""
     factory = getattr(masking, make, None)
     return None if factory is None else factory(*arguments).__code__
@@ -65,7 +66,7 @@ _PACKED = _code("packed_sequence_mask_function", None)
 _REMAPPED = _code("remap_positions_for_packed_sequence", masking.causal_mask_function, None)
 
 
-def _closure(function: Callable[..., Any], code: Any) -> dict[str, Any]:
+def _closure(function: Callable[..., Any], code: CodeType | None) -> dict[str, Any]:
     """The variables that a function of this code was made with; {} if it is another function."""
     if code is None or getattr(function, "__code__", None) is not code:
         return {}
@@ -79,27 +80,30 @@ class Mask(Tensor):
     Attributes:
         pattern: what is visible but for the padding.
         padding: (B, Nk), bool, False for a key that is padding; None without any.
-        diagonal: query i stands at the position of key i + diagonal.
+        offset: query i stands at the position of key i + offset.
     """
 
     pattern: Pattern
     padding: Tensor | None
-    diagonal: int
+    offset: int
+    _starts: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, size: tuple[int, int, int], device: Any, pattern: Pattern, padding: Tensor | None, diagonal: int
+        cls, size: tuple[int, int, int], device: Any, pattern: Pattern, padding: Tensor | None, offset: int
     ) -> Mask:
         batch, queries, keys = size
         shape = (batch, 1, queries, keys)
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
-        mask.pattern, mask.padding, mask.diagonal = pattern, padding, diagonal
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.pattern, mask.padding, mask.offset, mask._starts = pattern, padding, offset, None
         return mask
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
         args, kwargs = pytree.tree_map_only(Mask, Mask.stored, (args, kwargs or {}))
@@ -108,7 +112,7 @@ class Mask(Tensor):
     def stored(self) -> Tensor:
         """The mask as an ordinary tensor."""
         batch, _, queries, keys = self.shape
-        i = torch.arange(queries, device=self.device)[:, None] + self.diagonal
+        i = torch.arange(queries, device=self.device)[:, None] + self.offset
         distance = i - torch.arange(keys, device=self.device)
         visible = torch.ones_like(distance, dtype=torch.bool)
         if self.pattern.causal:
@@ -123,16 +127,21 @@ class Mask(Tensor):
         return mask.contiguous()
 
     def starts(self) -> Tensor:
-        """Where the packed sequences of all rows begin, one row behind another, and their end; int32."""
-        sequences = self.pattern.sequences
-        assert sequences is not None
-        change = torch.ones_like(sequences, dtype=torch.bool)  # at the first token of every row, too
-        change[:, 1:] = sequences.diff(dim=1) != 0
-        end = torch.tensor([sequences.numel()], device=sequences.device)
-        return torch.cat([change.flatten().nonzero().flatten(), end]).to(torch.int32)
+        """Where the packed sequences of all rows begin, one row behind another, and their end; int32. Found once."""
+        if self._starts is None:
+            assert self.pattern.sequences is not None
+            self._starts = _boundaries(self.pattern.sequences)
+        return self._starts
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Mask({tuple(self.shape)}, {self.pattern}, padding={self.padding is not None})"
+
+
+def _boundaries(sequences: Tensor) -> Tensor:
+    change = torch.ones_like(sequences, dtype=torch.bool)  # at the first token of every row, too
+    change[:, 1:] = sequences.diff(dim=1) != 0
+    end = torch.tensor([sequences.numel()], device=sequences.device)
+    return torch.cat([change.flatten().nonzero().flatten(), end]).to(torch.int32)
 
 
 def mask(
