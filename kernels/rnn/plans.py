@@ -33,21 +33,23 @@ def _step(name, kernel, problem, pointers, numbers, strides, columns, constants,
     """One launch over the tiles of (rows, columns) of all directions; `numbers` are its scalars in order."""
     rows = problem.b if rows is None else rows
     if whole:
+        # At most 255 registers for each thread: 8 warps of them hold the rows of four gates, 16 of half as many spill.
         block_h = max(16, power_of_two(columns))
-        warps = min(16, max(4, block_h // 128))
+        warps = min(8, max(4, block_h // 128))
     else:
         block_h, warps = min(128, max(16, power_of_two(columns))), 4
+    cells = _CELLS // 2 if whole and problem.acc == torch.float64 else _CELLS
     constants = {
         **constants,
         "ACC": TRITON_DTYPE[problem.acc],
         "ALIGNED": all(n % 8 == 0 for n in (columns, *strides)),
-        "BLOCK_B": max(1, _CELLS // block_h),
+        "BLOCK_B": max(1, cells // block_h),
         "BLOCK_H": block_h,
     }
     grid = (problem.d * cdiv(rows, constants["BLOCK_B"]) * cdiv(columns, block_h),)
     sizes = (problem.t, problem.b, columns, problem.d)
     last = () if step is None else (step,)
-    return Launch(f"rnn_{name}", kernel, grid, (*pointers, *numbers, *sizes, *last), constants, warps)
+    return Launch(f"rnn_{name}", kernel, grid, (*pointers, *numbers, *sizes, *last), constants, warps, registers=255)
 
 
 def _threshold(probability):

@@ -272,7 +272,7 @@ def _block(problem):
 def tile(problem):
     """(constants, warps), chosen so that nothing spills."""
     block_h = _block(problem)
-    warps = 4 if block_h <= 32 else 8
+    warps = 8 if block_h > 32 or (block_h == 32 and problem.dtype == torch.float32) else 4
     if problem.dtype == torch.float32:
         return {"SLICE": 16, "BLOCK_B": 16 if block_h <= 64 else 8, "BLOCK_H": block_h}, warps
     return {"SLICE": 0, "BLOCK_B": 16, "BLOCK_H": block_h}, warps

@@ -68,7 +68,8 @@ _REMAPPED = _code("remap_positions_for_packed_sequence", masking.causal_mask_fun
 
 def _closure(function: Callable[..., Any], code: CodeType | None) -> dict[str, Any]:
     """The variables that a function of this code was made with; {} if it is another function."""
-    if code is None or getattr(function, "__code__", None) is not code:
+    same = getattr(function, "__code__", None) is code
+    if code is None or not same:
         return {}
     cells = getattr(function, "__closure__", None) or ()
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))

@@ -100,36 +100,24 @@ def compile_module(
 
 
 # Bytes that ptxas may spill. Attention in float64 at a head dimension of 256: a tile of 16 rows of q, k, v and dO alone
-# fills the registers of its threads, and no block is smaller. An LSTM's step with layer norm holds a whole row of four
-# gates, and 512 threads of 128 registers are all that a multiprocessor has.
+# fills the registers of its threads, and no block is smaller.
 SPILLS = {
     ("attention_grad_key_value-float64-D256-Dv256-all", 80): 368,
     ("attention_grad_key_value-float64-D256-Dv256-all", 90): 216,
     ("attention_grad_key_value-float64-D256-Dv256-dropout", 90): 16,
     ("attention_grad_query-float64-D256-Dv256-all", 90): 20,
     ("layer_norm_forward_long-float16-N16381-rms", 120): 112,
-    ("rnn_cell_backward-0-bfloat16-H2045-all", 80): 148,
-    ("rnn_cell_backward-0-bfloat16-H2045-all", 90): 52,
-    ("rnn_cell_backward-0-bfloat16-H2045-all", 100): 44,
-    ("rnn_cell_backward-0-bfloat16-H2045-all", 120): 16,
-    ("rnn_cell_backward-0-float32-H2045-all", 80): 148,
-    ("rnn_cell_backward-0-float32-H2045-all", 90): 72,
-    ("rnn_cell_backward-0-float32-H2045-all", 100): 16,
-    ("rnn_cell_backward-0-float64-H30-all", 80): 80,
-    ("rnn_cell_backward-0-float64-H30-all", 90): 80,
-    ("rnn_cell_backward-0-float64-H30-all", 100): 168,
-    ("rnn_sequence_forward-0-float32-H30-lengths", 80): 72,
 }
 
 
-# Bytes that norms and cells may spill where ptxas had registers left and chose more programs at a time instead: these
-# kernels wait for memory, not for its L1.
+# Bytes that norms may spill where ptxas had registers left and chose more programs at a time instead: these kernels wait
+# for memory, not for its L1.
 SPILLS_FOR_OCCUPANCY = 64
 
 
 def fits(report: dict[str, Any], arch: int) -> bool:
     spills = SPILLS.get((report["name"], arch), 0)
-    if not report["name"].startswith("attention") and 2 * report["registers"] * report["threads"] <= REGISTER_FILE:
+    if report["name"].startswith("layer_norm") and 2 * report["registers"] * report["threads"] <= REGISTER_FILE:
         spills = max(spills, SPILLS_FOR_OCCUPANCY)
     return (
         (report["spills"] <= spills or metadata.version("triton") != PINNED)
