@@ -110,8 +110,8 @@ SPILLS = {
 }
 
 
-# Bytes that norms may spill where ptxas had registers left and chose more programs at a time instead: these kernels wait
-# for memory, not for its L1.
+# Bytes that norms may spill where ptxas had registers left and chose more programs at a time instead: these kernels
+# wait for memory, not for its L1.
 SPILLS_FOR_OCCUPANCY = 64
 
 
