@@ -3,6 +3,7 @@
 from seqkern import nn, reference
 from seqkern._explain import explain
 from seqkern._library import release_memory, use_backend
+from seqkern._optimize import optimize, restore
 from seqkern.ops.attention import (
     attention,
     attention_varlen,
@@ -33,8 +34,10 @@ __all__ = [
     "lstm_cell",
     "merge_attention",
     "nn",
+    "optimize",
     "reference",
     "release_memory",
+    "restore",
     "rms_norm",
     "rnn_relu",
     "rnn_relu_cell",

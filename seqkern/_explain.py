@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, overload
 
 import torch
 
@@ -24,6 +25,9 @@ from seqkern._library import (
 )
 from seqkern._slices import FUNCTIONS
 
+if TYPE_CHECKING:
+    from seqkern._optimize import ModelChoices
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -38,11 +42,18 @@ class Choice:
         return f"{self.op}: {self.kernel} ({self.reason})"
 
 
-def explain(op: str, *tensors: torch.Tensor) -> Choice:
+@overload
+def explain(op: str, *tensors: torch.Tensor) -> Choice: ...
+@overload
+def explain(op: torch.nn.Module) -> ModelChoices: ...
+
+
+def explain(op: str | torch.nn.Module, *tensors: torch.Tensor) -> Choice | ModelChoices:
     """Says which kernel `op` would run on `tensors` (without any: on a float32 CPU tensor), and why. Runs nothing.
 
     Args:
         op: a public function that kernels serve, such as "attention" or "lstm_cell"; `python -m seqkern` lists them.
+            Or a model: then the result is a table of its modules, what runs, or why seqkern does not (`optimize`).
         tensors: the tensors that the op would get; device and dtype of the first decide. For a recurrent layer in CUDA
             C++ its input and h, or its weights: then it tells which tier would hold them; for attention in CUDA C++
             query, key and value: then it tells the kernels and their tiles. In Triton it tells the launches of a call
@@ -58,6 +69,12 @@ def explain(op: str, *tensors: torch.Tensor) -> Choice:
         >>> seqkern.explain("layer_norm", torch.randn(4, 8)).backend
         'cpu'
     """
+    if isinstance(op, torch.nn.Module):
+        if tensors:
+            raise TypeError(f"explain: a model is explained without tensors, got {len(tensors)}")
+        from seqkern._optimize import explain_model  # which calls this function
+
+        return explain_model(op)
     if op not in FUNCTIONS:
         raise ValueError(f"op must be one of {', '.join(FUNCTIONS)}, got {op!r}")
     tensor = tensors[0] if tensors else torch.empty(0)

@@ -1,7 +1,15 @@
 """Modules: torch.nn's own, with seqkern's kernels. Same constructor, same state_dict, same meaning."""
 
+from seqkern.nn.attention import AttentionCache, MultiheadAttention
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from seqkern.nn.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from seqkern.nn.transformer import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 __all__ = [
     "GRU",
@@ -9,9 +17,16 @@ __all__ = [
     "RNN",
     "AddLayerNorm",
     "AddRMSNorm",
+    "AttentionCache",
     "GRUCell",
     "LSTMCell",
     "LayerNorm",
+    "MultiheadAttention",
     "RMSNorm",
     "RNNCell",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
 ]
