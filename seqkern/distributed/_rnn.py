@@ -20,6 +20,7 @@ from seqkern.distributed._group import (
     unsplit,
 )
 from seqkern.ops import rnn as ops
+from seqkern.ops._rnn_checks import autocast
 
 METHODS = ("alltoall", "relay")
 
@@ -43,8 +44,8 @@ def lstm(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """`seqkern.lstm` of a whole sequence, each process holding its part of the steps.
 
-    "alltoall": whole sequences of B / R rows on every process, by an all-to-all and another one back. "relay": a process
-    waits for the state after the steps before its own and hands it on after them; a slice of the batch at a time, so
+    "alltoall": whole sequences of B / R rows on every process, by an all-to-all and another one back. "relay": a
+    process waits for the state after the steps before its own and hands it on after them; a slice of the batch at a time, so
     that the processes work at once on different slices. The gradients of the states travel back.
 
     Args:
@@ -67,8 +68,8 @@ def lstm(
         the processes give. By "relay", states are handed on in the input's dtype.
 
     Raises:
-        TypeError, ValueError: as `lstm`; ValueError also for an unknown layout or method, lengths or a batch that do not
-            divide, a device that the group does not exchange.
+        TypeError, ValueError: as `lstm`; ValueError also for an unknown layout or method, lengths or a batch that do
+            not divide, a device that the group does not exchange.
         RuntimeError: torch.distributed is not initialised.
         NotImplementedError: two directions, lengths or zigzag by "relay". Dropout and zoneout have no arguments: their
             masks count rows of the whole batch.
@@ -184,7 +185,8 @@ def _network(
             check_device(op, f"hx[{i}]", t, group)
             if t.dim() != 3 or t.shape[1] != batch:
                 raise ValueError(
-                    f"{op}: hx[{i}] must have 3 dimensions, the second one the batch, {batch}, got shape {tuple(t.shape)}"
+                    f"{op}: hx[{i}] must have 3 dimensions, the second one the batch, {batch}, "
+                    f"got shape {tuple(t.shape)}"
                 )
     options = {**options, "num_layers": num_layers}
     if method == "relay":
@@ -196,7 +198,8 @@ def _network(
         return _relay(op, function, x, hx, weights, group, rank, ranks, batch_first, slices or ranks, options)
     if batch % ranks:
         raise ValueError(
-            f"{op}: input must have a batch that is a multiple of {ranks}, the processes, by method 'alltoall', got {batch}"
+            f"{op}: input must have a batch that is a multiple of {ranks}, the processes, by method 'alltoall', "
+            f"got {batch}"
         )
     own = slice(rank * (batch // ranks), (rank + 1) * (batch // ranks))
     if hx is not None:
@@ -228,10 +231,12 @@ def _relay(
     op: str, function: Callable[..., Any], x: Tensor, hx: Any, weights: Sequence[Tensor], group: Any, rank: int,
     ranks: int, batch_first: bool, slices: int, options: dict[str, Any],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    with torch.no_grad():  # one step, for every check of `function` before anybody waits, and for sizes and dtype
+        _, state = function(x[:1].detach(), None if hx is None else _state(hx, function), weights, **options)
     if hx is None:
-        with torch.no_grad():  # of one step, for sizes and dtype, and for every check of `function`
-            _, state = function(x[:1].detach(), None, weights, **options)
         hx = tuple(torch.zeros_like(t) for t in _tuple(state))
+    x, *tensors = autocast(x, *hx, *weights)
+    hx, weights = tensors[: len(hx)], tensors[len(hx) :]
     names = [name for name in ("norms", "peepholes") if options.get(name) is not None]
     counts = [len(options[name]) for name in names]
     flat = [t for name in names for t in options[name]]

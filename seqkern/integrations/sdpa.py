@@ -11,8 +11,10 @@ compiled code that is traced meanwhile. What seqkern does not take goes to torch
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ _TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, FunctionalTen
 
 _lock = threading.Lock()
 _enabled: Enabled | None = None
+_instead: Callable[..., Tensor] | None = None  # what takes every call (seqkern.distributed.context_parallel)
 
 
 class Enabled:
@@ -122,6 +125,24 @@ def enabled() -> Enabled | None:
     return _enabled
 
 
+@contextlib.contextmanager
+def redirected(instead: Callable[..., Tensor], device: str) -> Iterator[None]:
+    """Hands every call, and why it would be left to torch, to `instead` until the block ends; enabled meanwhile."""
+    global _instead
+    if _instead is not None:
+        raise RuntimeError("context_parallel: within another such block")
+    if _enabled is not None and device not in _enabled.devices:
+        raise RuntimeError(
+            f"context_parallel: sdpa is enabled for {', '.join(_enabled.devices)} only, not for {device}"
+        )
+    with contextlib.nullcontext() if _enabled is not None else enable(device):
+        _instead = instead
+        try:
+            yield
+        finally:
+            _instead = None
+
+
 def _override(
     query: Tensor,
     key: Tensor,
@@ -136,6 +157,8 @@ def _override(
     reason = _left_to_torch(query, key, value, attn_mask)
     if (current := _enabled) is not None:
         current.calls[reason or "seqkern"] += 1
+    if (instead := _instead) is not None:
+        return instead(reason, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason:
         arguments: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
         out: Tensor = _OP.decompose(*arguments, scale=scale, enable_gqa=enable_gqa)

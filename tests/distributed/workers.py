@@ -204,3 +204,280 @@ def rnn_case(
             one |= of
     assert found.keys() == exact.keys()
     assert_passed([compare(t, one[name], exact[name], name=name) for name, t in found.items()])
+
+
+# ---- sequences, modules, training ----------------------------------------------------------------------------------
+
+
+def other_cases(rank: int, ranks: int, report: Any) -> None:
+    for name in OTHERS:
+        report(name, globals()[name], rank, ranks)
+
+
+def sequence_and_positions(rank: int, ranks: int) -> None:
+    for layout, dim in itertools.product(("zigzag", "contiguous"), (0, 2, -1)):
+        x = torch.randn(16, 8, 24, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        x.requires_grad_()
+        part = sd.shard_sequence(x, dim=dim, layout=layout)
+        where = sd.local_positions(x.shape[dim], layout=layout)
+        assert torch.equal(part, x.index_select(dim, where))
+        back = sd.unshard_sequence(part, dim=dim, layout=layout)
+        assert torch.equal(back, x)
+        weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        (grad,) = torch.autograd.grad((back * weight).sum(), x)
+        dist.all_reduce(grad)  # shares of a loss that every process has
+        assert torch.allclose(grad, ranks * weight, rtol=0, atol=1e-14 * float(ranks * weight.abs().max()))
+
+
+def double_backward_of_exchanges(rank: int, ranks: int) -> None:
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 4, 16, 8, generator=g, dtype=torch.float64) for _ in range(3))
+
+    def penalty(attend: Any, tensors: list[Tensor]) -> list[Tensor]:
+        out = attend(*tensors)
+        found = torch.autograd.grad(out.sum(), tensors[0], create_graph=True)[0]
+        return list(torch.autograd.grad(found.pow(2).sum(), tensors))
+
+    def ulysses(*tensors: Tensor) -> Any:
+        return sd.ring_attention(*tensors, causal=True, method="ulysses")
+
+    ours = penalty(ulysses, [sd.shard_sequence(t).requires_grad_() for t in (q, k, v)])
+    one = penalty(lambda *t: seqkern.attention(*t, causal=True), [t.clone().requires_grad_() for t in (q, k, v)])
+    with seqkern.use_backend("reference"):
+        peer = penalty(lambda *t: seqkern.attention(*t, causal=True), [t.clone().requires_grad_() for t in (q, k, v)])
+    whole_of = [sd.unshard_sequence(t.detach()) for t in ours]
+    assert_passed([compare(a, p, b) for a, p, b in zip(whole_of, peer, one, strict=True)])
+
+
+class Model(torch.nn.Module):
+    """A layer norm, causal attention by torch's function, an LSTM over positions is left out: one block of a decoder."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = seqkern.nn.LayerNorm(32, dtype=dtype)
+        self.qkv = torch.nn.Linear(32, 96, dtype=dtype)
+        self.project = torch.nn.Linear(32, 32, dtype=dtype)
+        self.head = torch.nn.Linear(32, 11, dtype=dtype)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angle = positions[:, None] / 50.0 ** torch.arange(8, dtype=x.dtype).div(8)
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k = (t * angle.cos() + t.roll(4, -1) * angle.sin() for t in (q, k))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + self.project(out.transpose(1, 2).flatten(2)))
+
+
+def train(model: Any, batches: list[tuple[Tensor, Tensor]], context: Any, steps: int = 4) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for x, labels in batches[:steps]:
+        x, labels, positions = x.clone(), labels.clone(), torch.arange(x.shape[1])
+        with context([x, labels, positions], [1, 1, 0]):
+            loss = torch.nn.functional.cross_entropy(model(x, positions).flatten(0, 1), labels.flatten())
+            loss.backward()
+        assert x.shape[1] == labels.shape[1] == positions.shape[0] == 16  # whole again
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def training_with_context_parallel_and_ddp(rank: int, ranks: int) -> None:
+    """2 x (R / 2): each half of the batch on a group over which the sequence is split; equal to one process."""
+    import contextlib
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+
+    g = torch.Generator().manual_seed(6)
+    batches = [
+        (torch.randn(4, 16, 32, generator=g).double(), torch.randint(11, (4, 16), generator=g)) for _ in range(4)
+    ]
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "sequence"))
+    data = mesh["data"].get_local_rank()
+    half = [tuple(t[2 * data : 2 * data + 2] for t in batch) for batch in batches]
+    for method, layout in itertools.product(("allgather", "ring", "ulysses"), ("zigzag", "contiguous")):
+
+        @contextlib.contextmanager
+        def parallel(buffers: list[Tensor], dims: list[int], method: str = method, layout: str = layout) -> Any:
+            with sd.context_parallel(
+                mesh["sequence"], buffers=buffers, buffer_seq_dims=dims, method=method, layout=layout
+            ):
+                yield
+
+        model = DistributedDataParallel(Model())
+        losses = torch.tensor(train(model, half, parallel), dtype=torch.float64)  # type: ignore[arg-type]
+        dist.all_reduce(losses)
+        one = Model()
+        expected = torch.tensor(train(one, batches, lambda *_: contextlib.nullcontext()), dtype=torch.float64)
+        with seqkern.use_backend("reference"), seqkern.integrations.sdpa.enable():
+            peer_model = Model()
+            peer = torch.tensor(train(peer_model, batches, lambda *_: contextlib.nullcontext()), dtype=torch.float64)
+        reports = [compare(losses / ranks, peer, expected, name="losses")]
+        for (name, a), p, b in zip(
+            model.module.named_parameters(), peer_model.parameters(), one.parameters(), strict=True
+        ):
+            # AdamW divides by the square root of the squares: what one process in another order of sums gives is the rule
+            reports.append(compare(a.detach(), p.detach(), b.detach(), name=f"{method} {layout} {name}"))
+        assert_passed(reports)
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = seqkern.nn.LayerNorm(8, dtype=torch.float64)
+        self.lstm = seqkern.nn.LSTM(8, 12, num_layers=2, dtype=torch.float64)
+        self.head = torch.nn.Linear(12, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.lstm(self.norm(x))
+        return self.head(y)
+
+
+def fsdp2_of_layer_norm_and_lstm(rank: int, ranks: int) -> None:
+    """fully_shard, each process its part of the batch: losses and whole gradients as of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    x = torch.randn(6, 8, 8, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    model, one = Recurrent(), Recurrent()
+    for module in (model.norm, model.lstm, model):
+        fully_shard(module, mesh=mesh)
+    for _ in range(2):  # parameters are freed and filled again between
+        model.zero_grad()
+        one.zero_grad()
+        model(x.chunk(ranks, 1)[rank]).pow(2).mean().backward()
+        one(x).pow(2).mean().backward()
+    with seqkern.use_backend("reference"):
+        peer = Recurrent()
+        peer(x).pow(2).mean().backward()
+    reports = []
+    for (name, a), p, b in zip(model.named_parameters(), peer.parameters(), one.parameters(), strict=True):
+        assert a.grad is not None
+        assert p.grad is not None
+        assert b.grad is not None
+        reports.append(compare(a.grad.full_tensor(), p.grad, b.grad, name=name))  # type: ignore[attr-defined]
+    assert_passed(reports)
+
+
+def ddp_of_a_split_lstm(rank: int, ranks: int) -> None:
+    """distributed.lstm under DDP: the mean of the ranks' gradients of means is one process's."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Split(Recurrent):
+        method = "alltoall"
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = sd.lstm(self.norm(x), None, list(self.lstm.parameters()), num_layers=2, method=self.method)
+            return self.head(y)
+
+    x = torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    one = Recurrent()
+    one(x).pow(2).mean().backward()
+    with seqkern.use_backend("reference"):
+        peer = Recurrent()
+        peer(x).pow(2).mean().backward()
+    for method in ("alltoall", "relay"):
+        module = Split()
+        module.method = method
+        model = DistributedDataParallel(module)
+        model(sd.shard_sequence(x, dim=0, layout="contiguous")).pow(2).mean().backward()
+        assert_passed(
+            [
+                compare(a.grad, p.grad, b.grad, name=f"{method} {name}")  # type: ignore[arg-type]
+                for (name, a), p, b in zip(module.named_parameters(), peer.parameters(), one.parameters(), strict=True)
+            ]
+        )
+
+
+def raises(error: type[Exception], pattern: str, function: Any, *args: Any, **kwargs: Any) -> None:
+    import re
+
+    try:
+        function(*args, **kwargs)
+    except error as e:
+        assert re.search(pattern, str(e)), str(e)
+    else:
+        raise AssertionError(f"{pattern}: nothing was raised")
+
+
+def bad_input(rank: int, ranks: int) -> None:
+    """Every check is of what one process sees: all raise, nobody waits."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    x = torch.randn(2, 8, 16, 8)
+    y = torch.randn(4, ranks, 6)
+    w = [torch.randn(20, 6), torch.randn(20, 5), torch.randn(20), torch.randn(20)]
+    attend, mesh = sd.ring_attention, init_device_mesh("cpu", (ranks,))
+    square = init_device_mesh("cpu", (2, ranks // 2))
+    elsewhere = torch.empty(2, 8, 16, 8, device="meta")
+    alone = dist.new_group([0])
+    if rank:
+        raises(ValueError, "group must be one that this process", attend, x, x, x, group=alone)
+    raises(TypeError, "group must be a torch.distributed.ProcessGroup", attend, x, x, x, group=3)
+    raises(ValueError, "layout must be one of 'zigzag', 'contiguous', got 'striped'", attend, x, x, x, layout="striped")
+    raises(ValueError, "method must be one of .* got 'p2p'", attend, x, x, x, method="p2p")
+    odd = x[:, :, :15]
+    raises(ValueError, f"multiple of {2 * ranks} for layout 'zigzag'", attend, odd, odd, odd)
+    raises(ValueError, "key must have as many rows as query, 16, got 15", attend, x, odd, odd)
+    few = x[:, :1]
+    raises(ValueError, f"key must have a multiple of {ranks} heads", attend, x, few, few, method="ulysses")
+    raises(ValueError, "query must be on cpu, as the group's backend gloo asks, got meta", attend, *[elsewhere] * 3)
+    raises(NotImplementedError, "dropout_p must be 0 by method 'ring'", attend, x, x, x, method="ring", dropout_p=0.1)
+    raises(NotImplementedError, "dropout_p must be 0 by", attend, x, x, x, method="ulysses", dropout_p=0.1)
+    raises(ValueError, "sinks must have shape", attend, x, x, x, sinks=torch.zeros(3))
+    raises(ValueError, r"x.shape\[2\] must be a multiple of", sd.shard_sequence, odd)
+    raises(ValueError, "dim must be a dimension of x", sd.shard_sequence, x, dim=4)
+    raises(TypeError, "x must be a tensor", sd.shard_sequence, [1])
+    raises(ValueError, f"n must be a multiple of {ranks}", sd.local_positions, ranks + 1, layout="contiguous")
+    raises(TypeError, "n must be a whole number", sd.local_positions, 2.0)
+    raises(ValueError, "method must be one of 'alltoall', 'relay'", sd.lstm, y, None, w, method="ring")
+    raises(ValueError, "batch that is a multiple", sd.lstm, torch.randn(4, ranks + 1, 6), None, w)
+    raises(
+        NotImplementedError, "bidirectional by method 'relay'", sd.gru, y, None, w, method="relay", bidirectional=True
+    )
+    raises(NotImplementedError, "layout must be 'contiguous'", sd.lstm, y, None, w, method="relay", layout="zigzag")
+    raises(ValueError, "slices must be", sd.lstm, y, None, w, method="relay", slices=0)
+    raises(ValueError, "w_hh", sd.lstm, y, None, [w[0], w[1][:3], *w[2:]], method="relay")
+    raises(ValueError, r"hx\[0\] must have 3 dimensions", sd.lstm, y, (y, y[:, :1]), w)
+
+    def context(mesh: Any, **options: Any) -> None:
+        with sd.context_parallel(mesh, **options):
+            torch.nn.functional.scaled_dot_product_attention(*options.pop("call", (x, x, x)))
+
+    raises(TypeError, "mesh must be a torch.distributed.DeviceMesh", context, "cpu")
+    raises(ValueError, "mesh must have one dimension, got 2", context, square)
+    raises(ValueError, "buffer_seq_dims must be as many as buffers", context, mesh, buffers=[x], buffer_seq_dims=[])
+    raises(ValueError, r"buffer_seq_dims\[0\] must be", context, mesh, buffers=[x], buffer_seq_dims=[4])
+    raises(ValueError, "no_restore_buffers must be among", context, mesh, no_restore_buffers={x})
+    leaf = x.clone().requires_grad_()
+    raises(ValueError, "must not require a gradient", context, mesh, buffers=[leaf], buffer_seq_dims=[2])
+    before = x.clone()
+    mask = torch.ones(16, 16, dtype=torch.bool)
+
+    def masked() -> None:
+        with sd.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+    def nested() -> None:
+        with sd.context_parallel(mesh), sd.context_parallel(mesh):
+            pass
+
+    raises(NotImplementedError, "attn_mask must be None", masked)
+    assert torch.equal(x, before)  # restored, whatever was raised
+    raises(RuntimeError, "within another such block", nested)
+    from seqkern.integrations import sdpa
+
+    assert sdpa.enabled() is None
+
+
+OTHERS = (
+    "sequence_and_positions",
+    "double_backward_of_exchanges",
+    "training_with_context_parallel_and_ddp",
+    "fsdp2_of_layer_norm_and_lstm",
+    "ddp_of_a_split_lstm",
+    "bad_input",
+)
