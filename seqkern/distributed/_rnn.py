@@ -45,8 +45,8 @@ def lstm(
     """`seqkern.lstm` of a whole sequence, each process holding its part of the steps.
 
     "alltoall": whole sequences of B / R rows on every process, by an all-to-all and another one back. "relay": a
-    process waits for the state after the steps before its own and hands it on after them; a slice of the batch at a time, so
-    that the processes work at once on different slices. The gradients of the states travel back.
+    process waits for the state after the steps before its own and hands it on after them; a slice of the batch at a
+    time, so that the processes work at once on different slices. The gradients of the states travel back.
 
     Args:
         input: (T / R, B, I), or (B, T / R, I) with batch_first: of the whole what `shard_sequence` with the same layout

@@ -250,7 +250,7 @@ def double_backward_of_exchanges(rank: int, ranks: int) -> None:
 
 
 class Model(torch.nn.Module):
-    """A layer norm, causal attention by torch's function, an LSTM over positions is left out: one block of a decoder."""
+    """Layer norm, rotary embeddings and causal attention by torch's function: one block of a decoder."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -317,7 +317,6 @@ def training_with_context_parallel_and_ddp(rank: int, ranks: int) -> None:
         for (name, a), p, b in zip(
             model.module.named_parameters(), peer_model.parameters(), one.parameters(), strict=True
         ):
-            # AdamW divides by the square root of the squares: what one process in another order of sums gives is the rule
             reports.append(compare(a.detach(), p.detach(), b.detach(), name=f"{method} {layout} {name}"))
         assert_passed(reports)
 
@@ -398,9 +397,10 @@ def raises(error: type[Exception], pattern: str, function: Any, *args: Any, **kw
     try:
         function(*args, **kwargs)
     except error as e:
-        assert re.search(pattern, str(e)), str(e)
+        found = str(e)
     else:
         raise AssertionError(f"{pattern}: nothing was raised")
+    assert re.search(pattern, found), found
 
 
 def bad_input(rank: int, ranks: int) -> None:
@@ -441,7 +441,7 @@ def bad_input(rank: int, ranks: int) -> None:
     raises(NotImplementedError, "layout must be 'contiguous'", sd.lstm, y, None, w, method="relay", layout="zigzag")
     raises(ValueError, "slices must be", sd.lstm, y, None, w, method="relay", slices=0)
     raises(ValueError, "w_hh", sd.lstm, y, None, [w[0], w[1][:3], *w[2:]], method="relay")
-    raises(ValueError, r"hx\[0\] must have 3 dimensions", sd.lstm, y, (y, y[:, :1]), w)
+    raises(ValueError, r"hx\[1\] must have 3 dimensions", sd.lstm, y, (y, y[:, :1]), w)
 
     def context(mesh: Any, **options: Any) -> None:
         with sd.context_parallel(mesh, **options):
