@@ -225,10 +225,10 @@ class _Call:
             slopes = slopes.flatten()[None].expand(2, -1).contiguous()
         if sinks is not None:
             sinks = sinks.repeat(q.shape[0])
+        k, v = (t.flatten(0, 1)[None] for t in (k, v))
         tensors = AttentionTensors(
-            self._whole(q), *(t.flatten(0, 1)[None] for t in (k, v)), None, starts[0], starts[1], None, slopes, sinks,
-            self.seed,
-        )  # fmt: skip
+            self._whole(q), k, v, None, starts[0], starts[1], alibi_slopes=slopes, sinks=sinks, seed=self.seed
+        )
         return tensors, numbers._replace(max_queries=max(queries, self.query))
 
     def forward(
@@ -245,10 +245,9 @@ class _Call:
         slopes: Tensor | None, need_slopes: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         tensors, numbers = self._tensors(q, k, v, slopes, None)
-        rows = (grad_out, grad_lse, out, lse)
         if self.seed is not None:
-            rows = tuple(t if t is None else self._whole(t) for t in rows)  # type: ignore[assignment]
-        grad_out, grad_lse, out, lse = rows
+            grad_out, out, lse = (self._whole(t) for t in (grad_out, out, lse))
+            grad_lse = None if grad_lse is None else self._whole(grad_lse)
         grad_q, grad_k, grad_v, _, distance = kernel("attention_bwd", q)(
             grad_out, grad_lse, *tensors[:3], out, lse, None, *tensors[4:8], self.seed, *numbers, False, need_slopes
         )
@@ -314,9 +313,10 @@ class _Gradients:
     def add(self, keys: list[tuple[int, int]], k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         """What this process's queries give to keys and values that stand at `keys`, into grad_k and grad_v."""
         for rows, seen, query, key in self.plan.pairs(keys, self.seed is not None):
-            grad_out, grad_lse, q, out, lse = (t if t is None else t[:, :, rows] for t in self.rows)
+            own: list[Any] = [t if t is None else t[:, :, rows] for t in self.rows]
+            grad_out, grad_lse, q, out, lse = own
             call = _Call(self.plan, query, key, self.seed)
-            found = call.backward(  # type: ignore[misc]
+            found = call.backward(
                 grad_out, grad_lse, q, k[:, :, seen], v[:, :, seen], out, lse, self.given, self.need_slopes
             )
             self.query[:, :, rows] += found[0]
