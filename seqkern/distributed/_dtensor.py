@@ -17,14 +17,15 @@ def register_dtensor() -> None:
 
     Once in a process, before the first call; called again, it does nothing. It imports torch.distributed.tensor.
     All tensors of a call must be DTensors of one mesh, parameters replicated (`distribute_tensor(w, mesh,
-    [Replicate()])`); gradients of parameters come back as Partial, which DTensor reduces where it is needed. Key heads
-    must divide by the processes for heads to stay split. Anything else (another dimension split, or a mask of dropout or
-    zoneout, which counts rows of the whole batch) is gathered by DTensor first: right, but without a gain. Packed
-    sequences (`attention_varlen`) may be split over heads only. A sequence that is split: `ring_attention`.
+    [Replicate()])`); gradients of parameters come back as Partial, which DTensor reduces where it is needed. Heads stay
+    split where the processes divide the query's and the key's. Another dimension that is split is gathered by DTensor
+    first: right, but without a gain. Packed sequences (`attention_varlen`) may be split over heads only. A sequence that
+    is split: `ring_attention`.
 
     Raises:
-        ImportError: a torch without torch.distributed.tensor. From a call: RuntimeError of DTensor, where tensors and
-            DTensors are mixed.
+        ImportError: a torch without torch.distributed.tensor. From a call: DTensor's RuntimeError where tensors and
+            DTensors are mixed, which is so with dropout, recurrent dropout and zoneout: their seed is a plain tensor,
+            and their masks count rows of the whole batch.
 
     Example:
         >>> import seqkern.distributed
@@ -36,8 +37,8 @@ def register_dtensor() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     for name, rule in _RULES.items():
-        op = getattr(torch.ops.seqkern, name).default
-        register_sharding(op)(_sharding(op, rule))
+        op = getattr(torch.ops.seqkern, name)
+        register_sharding(op.default)(_sharding(op, rule))
     _registered = True
 
 
@@ -50,7 +51,7 @@ def _sharding(op: Any, rule: Callable[[dict[str, Any]], Sequence[tuple[list[Any]
 
     def sharding(*args: Any) -> list[tuple[list[Any], list[Any]]]:
         named = by_name(op, args)
-        results = len(op._schema.returns)
+        results = len(op.default._schema.returns)
         found = []
         for outputs, inputs in [([None] * results, {}), *rule(named)]:
             given: list[Any] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,3 +48,15 @@ def test_import_is_lazy() -> None:
         "assert not [m for m in set(sys.modules) - before if m.startswith('torch.distributed.tensor')]"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_part(tmp_path: Path) -> None:
+    """Twice the sequence is twice the memory of a process, not four times; a ring's is the least."""
+    run(tmp_path, 4, "memory", str(tmp_path))
+    for rank in range(4):
+        peak = torch.load(tmp_path / f"memory{rank}.pt")
+        print(rank, peak)
+        for method in ("ring", "allgather", "ulysses"):
+            assert peak[method, 1 << 17] < 3 * peak[method, 1 << 16], (rank, peak)  # between 2, linear, and 4
+        assert peak["ring", 1 << 17] < peak["allgather", 1 << 17], (rank, peak)

@@ -473,7 +473,146 @@ def bad_input(rank: int, ranks: int) -> None:
     assert sdpa.enabled() is None
 
 
+def recurrent_layers_under_autocast(rank: int, ranks: int) -> None:
+    """Both methods cast as one process does; by relay, states cross in bfloat16, too."""
+    g = torch.Generator().manual_seed(10)
+    weights = [torch.randn(40, 6, generator=g) * 0.3, torch.randn(40, 10, generator=g) * 0.3]
+    x = torch.randn(16, 8, 6, generator=g)
+    hx = (torch.randn(1, 8, 10, generator=g), torch.randn(1, 8, 10, generator=g))
+    exact, _ = seqkern.lstm(x.double(), tuple(t.double() for t in hx), [w.double() for w in weights])
+    with torch.autocast("cpu", torch.bfloat16):
+        one, _ = seqkern.lstm(x, hx, weights)
+        for method in ("alltoall", "relay"):
+            part = sd.shard_sequence(x, dim=0, layout="contiguous")
+            y, (h, _) = sd.lstm(part, hx, weights, method=method)
+            assert y.dtype == h.dtype == torch.bfloat16
+            y = sd.unshard_sequence(y, dim=0, layout="contiguous")
+            assert_passed([compare(y, one, exact, name=method)])
+
+
+def _distributed(mesh: Any, function: Any, tensors: dict[str, Tensor], places: dict[str, Any]) -> tuple[Any, Any]:
+    """The output and the gradients on DTensors, and where the output is split."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    leaves = {
+        name: distribute_tensor(t, mesh, [places.get(name, Replicate())]).requires_grad_()
+        for name, t in tensors.items()
+    }
+    out = function(**leaves)
+    out.pow(2).sum().backward()
+    found = {"output": out.detach().full_tensor()}
+    return found | {name: t.grad.full_tensor() for name, t in leaves.items()}, out.placements
+
+
+def dtensor_of_every_op(rank: int, ranks: int) -> None:
+    """Split over the batch or over heads, against one process; the result stays split."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    sd.register_dtensor()
+    sd.register_dtensor()  # again: nothing
+    mesh, g = init_device_mesh("cpu", (ranks,)), torch.Generator().manual_seed(11)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    def check(name: str, function: Any, tensors: dict[str, Tensor], split: dict[str, Any], expected: Any) -> None:
+        found, placements = _distributed(mesh, function, tensors, split)
+        assert placements == (expected,), (name, placements)
+
+        def of_one(dtype: torch.dtype) -> dict[str, Tensor]:
+            leaves = {n: t.to(dtype).clone().requires_grad_() for n, t in tensors.items()}
+            out = function(**leaves)
+            out.pow(2).sum().backward()
+            return {"output": out.detach()} | {n: t.grad for n, t in leaves.items() if t.grad is not None}
+
+        one, exact = of_one(torch.float32), of_one(torch.float64)
+        assert found.keys() == exact.keys()
+        assert_passed([compare(t, one[n], exact[n], name=f"{name} {n}") for n, t in found.items()])
+
+    batch, heads, length = 4, 8, 12
+    qkv = {"query": draw(batch, heads, length, 8)} | {n: draw(batch, 4, length, 8) for n in ("key", "value")}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Tensor) -> Any:
+        return seqkern.attention(query, key, value, causal=True, **options)
+
+    def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return seqkern.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    for d in (0, 1):
+        split = {name: Shard(d) for name in qkv}
+        check(
+            f"attention {d}", attend, qkv | {"sinks": draw(heads), "alibi_slopes": draw(heads).abs()}, split, Shard(d)
+        )
+        check(f"mask {d}", attend, qkv | {"attn_mask": draw(1, 1, length, length)}, split, Shard(d))
+        whole_mask = {"attn_mask": draw(batch, heads, length, length)}
+        check(f"own mask {d}", attend, qkv | whole_mask, split | {"attn_mask": Shard(d)}, Shard(d))
+        check(f"sdpa {d}", of_torch, qkv, split, Shard(d))
+    check("rows", attend, qkv, {name: Shard(2) for name in qkv}, Replicate())  # gathered
+    x, rows = draw(batch, 6, 16), {"weight": draw(16), "bias": draw(16)}
+    for name in ("layer_norm", "rms_norm"):
+        given = rows if name == "layer_norm" else {"weight": rows["weight"]}
+
+        def norm(x: Tensor, name: str = name, **given: Tensor) -> Any:
+            return getattr(seqkern, name)(x, (16,), **given)
+
+        def add_norm(x: Tensor, r: Tensor, name: str = name, **given: Tensor) -> Any:
+            out, total = getattr(seqkern, f"add_{name}")(x, r, (16,), **given)
+            return out + total
+
+        check(name, norm, {"x": x} | given, {"x": Shard(0)}, Shard(0))
+        both = {"x": Shard(0), "r": Shard(0)}
+        check(f"add_{name}", add_norm, {"x": x, "r": draw(batch, 6, 16)} | given, both, Shard(0))
+    for name, d in itertools.product(("swiglu", "geglu"), (0, 2)):
+        both = {"gate": Shard(d), "up": Shard(d)}
+        check(f"{name} {d}", getattr(seqkern, name), {"gate": x, "up": draw(batch, 6, 16)}, both, Shard(d))
+    for cell, gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)):
+        shapes = ((8 * gates, 16), (8 * gates, 8), (8 * gates,), (8 * gates,))
+        weights = {f"w{i}": draw(*shape) * 0.3 for i, shape in enumerate(shapes)}
+
+        def layer(x: Tensor, cell: str = cell, **w: Tensor) -> Any:
+            return getattr(seqkern, cell)(x, None, list(w.values()), batch_first=True)[0]
+
+        def step(x: Tensor, h: Tensor, cell: str = cell, **w: Tensor) -> Any:
+            out = getattr(seqkern, f"{cell}_cell")(x, (h, h) if cell == "lstm" else h, *w.values())
+            return out[0] if cell == "lstm" else out
+
+        check(cell, layer, {"x": x} | weights, {"x": Shard(0)}, Shard(0))
+        both = {"x": Shard(0), "h": Shard(0)}
+        check(f"{cell}_cell", step, {"x": x[:, 0].clone(), "h": draw(batch, 8)} | weights, both, Shard(0))
+    q = distribute_tensor(qkv["query"], mesh, [Shard(0)])
+    raises(RuntimeError, "mixed torch.Tensor and DTensor", seqkern.attention, q, q, q, dropout_p=0.5)
+    raises(RuntimeError, "mixed torch.Tensor and DTensor", seqkern.attention, q, qkv["query"], qkv["query"])
+
+
+def memory(rank: int, ranks: int, report: Any, folder: str) -> None:
+    """The growth of this process's largest resident set in a forward and backward pass, in MB, by method and N."""
+
+    def status(name: str) -> int:
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith(name)) // 1024
+
+    import gc
+
+    found = {}
+    for method, length in itertools.product(("ring", "allgather", "ulysses"), (1 << 16, 1 << 17)):
+        rows = length // ranks
+        q, k, v = (torch.randn(1, ranks, rows, 64).requires_grad_() for _ in range(3))
+        seqkern.release_memory()
+        gc.collect()
+        dist.barrier()
+        with open("/proc/self/clear_refs", "w") as f:
+            f.write("5")  # the largest resident set starts from here
+        before = status("VmRSS")
+        out = sd.ring_attention(q, k, v, causal=True, window=(64, 0), layout="contiguous", method=method)
+        out.sum().backward()
+        found[method, length] = status("VmHWM") - before
+    torch.save(found, f"{folder}/memory{rank}.pt")
+
+
 OTHERS = (
+    "recurrent_layers_under_autocast",
+    "dtensor_of_every_op",
     "sequence_and_positions",
     "double_backward_of_exchanges",
     "training_with_context_parallel_and_ddp",
