@@ -19,13 +19,13 @@ def register_dtensor() -> None:
     All tensors of a call must be DTensors of one mesh, parameters replicated (`distribute_tensor(w, mesh,
     [Replicate()])`); gradients of parameters come back as Partial, which DTensor reduces where it is needed. Heads stay
     split where the processes divide the query's and the key's. Another dimension that is split is gathered by DTensor
-    first: right, but without a gain. Packed sequences (`attention_varlen`) may be split over heads only. A sequence that
-    is split: `ring_attention`.
+    first: right, but without a gain. So are calls with dropout or zoneout, whose masks count rows of the whole batch;
+    for them torch.manual_seed must have been the same on all processes. Packed sequences (`attention_varlen`) may be
+    split over heads only. A sequence that is split: `ring_attention`.
 
     Raises:
         ImportError: a torch without torch.distributed.tensor. From a call: DTensor's RuntimeError where tensors and
-            DTensors are mixed, which is so with dropout, recurrent dropout and zoneout: their seed is a plain tensor,
-            and their masks count rows of the whole batch.
+            DTensors are mixed.
 
     Example:
         >>> import seqkern.distributed

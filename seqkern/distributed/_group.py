@@ -10,6 +10,8 @@ from torch import Tensor
 
 LAYOUTS = ("zigzag", "contiguous")
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # what a group of one backend exchanges
+# torch 2.13 gave it another name.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 def check_choice(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -107,7 +109,7 @@ def gather(t: Tensor, group: Any) -> Tensor:
     """t of every rank, (R, ...)."""
     t = t.contiguous()
     out = t.new_empty((dist.get_world_size(group), *t.shape))
-    dist.all_gather_into_tensor(out.flatten(0, 1) if t.dim() else out, t, group=group)
+    _all_gather(out.flatten(0, 1) if t.dim() else out, t, group=group)
     return out
 
 
