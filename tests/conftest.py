@@ -27,7 +27,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-PROCESSES = {"simt", "interpreted", "wheel", "compiled_ahead", "type_check"}  # fixtures of tests that start long ones
+PROCESSES = {
+    "simt",
+    "interpreted",
+    "wheel",
+    "compiled_ahead",
+    "type_check",
+    "gloo",
+}  # fixtures of tests that start long ones
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

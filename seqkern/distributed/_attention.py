@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,29 @@ from seqkern.ops._attention_checks import (
 from seqkern.ops.attention import attention
 
 METHODS = ("allgather", "ring", "ulysses")
+
+
+@overload
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, causal: bool = False, layout: str = "zigzag",
+    method: str = "allgather", window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, causal: bool = False, layout: str = "zigzag",
+    method: str = "allgather", window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, causal: bool = False, layout: str = "zigzag",
+    method: str = "allgather", window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def ring_attention(

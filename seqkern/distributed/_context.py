@@ -93,12 +93,10 @@ def context_parallel(
             raise ValueError(
                 f"{op}: key must have the query's {query.shape[1]} heads without enable_gqa, got {key.shape[1]}"
             )
-        out = ring_attention(
+        return ring_attention(
             query, key, value, group=group, causal=is_causal, layout=layout, method=method, dropout_p=dropout_p,
             scale=scale,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
 
     with sdpa.redirected(attend, mesh.device_type):
         originals = [None if id(t) in lost else t.clone() for t in buffers]

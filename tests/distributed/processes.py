@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ def run(folder: Path, ranks: int, function: str, *args: Any) -> dict[str, str]:
         for case, wrong in torch.load(folder / f"{rank}.pt").items():
             found[case] = "\n".join(filter(None, (found.get(case), wrong and f"rank {rank}: {wrong}")))
     return found
+
+
+def assert_nothing_wrong(found: dict[str, str], cases: Collection[str]) -> None:
+    """Every case was run, and none reported anything."""
+    assert found.keys() == set(cases)
+    wrong = [f"{case}: {what}" for case, what in found.items() if what]
+    assert not wrong, "\n".join(wrong)
 
 
 def _main(rank: int, ranks: int, folder: str, function: str, args: tuple[Any, ...]) -> None:

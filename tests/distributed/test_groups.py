@@ -6,23 +6,20 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import workers
-from processes import run
+from processes import assert_nothing_wrong, run
 
 import seqkern.distributed as sd
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run(tmp_path_factory.mktemp("group"), request.param, "other_cases")
-
-
-@pytest.mark.parametrize("case", workers.OTHERS)
-def test_in_processes(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_processes(gloo: Any, ranks: int) -> None:
+    """Every case of workers.OTHERS, in one start of the processes."""
+    assert_nothing_wrong(gloo(ranks, "other_cases"), workers.OTHERS)
 
 
 def test_not_initialised() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import workers
-from processes import run
+from processes import assert_nothing_wrong
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run(tmp_path_factory.mktemp("group"), request.param, "attention_cases")
-
-
-@pytest.mark.parametrize("case", workers.every_case())
-def test_as_one_process(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_as_one_process(gloo: Any, ranks: int) -> None:
+    """Every case of workers.every_case, in one start of the processes."""
+    assert_nothing_wrong(gloo(ranks, "attention_cases"), workers.every_case())
