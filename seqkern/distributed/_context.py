@@ -29,8 +29,9 @@ def context_parallel(
 
     `torch.distributed.tensor.experimental.context_parallel`, argument by argument, on CPU too: buffers become this
     process's part, in place, and `torch.nn.functional.scaled_dot_product_attention` becomes `ring_attention`, by
-    `seqkern.integrations.sdpa`, which is enabled meanwhile if it is not. Run the backward pass inside or outside. The
-    gradients of parameters are this process's share, as under DDP with the processes' own data.
+    `seqkern.integrations.sdpa`, which is enabled meanwhile if it is not. `seqkern.attention` is not replaced. Run the
+    backward pass inside or outside; with activation checkpoints, inside. The gradients of parameters are this process's
+    share, as under DDP with the processes' own data.
 
     Args:
         mesh: a one-dimensional DeviceMesh.
