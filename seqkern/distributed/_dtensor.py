@@ -25,7 +25,7 @@ def register_dtensor() -> None:
 
     Raises:
         ImportError: a torch without torch.distributed.tensor. From a call: DTensor's RuntimeError where tensors and
-            DTensors are mixed.
+            DTensors are mixed; recurrent_dropout makes a mask that is a tensor.
 
     Example:
         >>> import seqkern.distributed

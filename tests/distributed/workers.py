@@ -586,6 +586,20 @@ def dtensor_of_every_op(rank: int, ranks: int) -> None:
     torch.manual_seed(3)
     assert torch.equal(dropped, seqkern.attention(*[qkv["query"]] * 3, dropout_p=0.5))
     raises(RuntimeError, "mixed torch.Tensor and DTensor", seqkern.attention, q, qkv["query"], qkv["query"])
+    plain = {"x": x, "w": draw(32, 16), "u": draw(32, 8)}
+    split = {n: distribute_tensor(t, mesh, [Shard(0) if n == "x" else Replicate()]) for n, t in plain.items()}
+
+    def seeded(function: Any, given: dict[str, Tensor], **options: Any) -> Tensor:
+        torch.manual_seed(4)
+        if function is seqkern.lstm:
+            weights = [given["w"], given["u"]]
+            return function(given["x"], None, weights, batch_first=True, training=True, **options)[0]
+        return function(given["x"], given["x"], (16,), **options)[0]
+
+    for function, options in ((seqkern.lstm, {"zoneout": 0.5}), (seqkern.add_layer_norm, {"dropout_p": 0.5})):
+        found = seeded(function, split, **options).full_tensor()  # type: ignore[attr-defined]
+        assert torch.equal(found, seeded(function, plain, **options)), options
+    raises(RuntimeError, "mixed torch.Tensor and DTensor", seeded, seqkern.lstm, split, recurrent_dropout=0.5)
 
 
 def memory(rank: int, ranks: int, report: Any, folder: str, method: str, length: int) -> None:
