@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import seqkern
-from seqkern import _rms_flavours as flavours
 from seqkern._library import backend_for
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -71,11 +70,11 @@ def _rest(row: Row) -> tuple[str, str, str]:
 def optimize(model: Model, *, attention: bool = True) -> Model:
     """Runs a model's modules on seqkern's kernels, in place; `restore` undoes it, `explain(model)` tells what runs.
 
-    Swapped are, by exact type, torch.nn's LayerNorm, RMSNorm, LSTM, GRU, RNN and their cells; the RMS norms that
-    models bring themselves (transformers has some hundred and eighty such classes), where a probe with numbers gives
-    the same bits; and, in a model of transformers, its attention (`seqkern.integrations.transformers`). Parameters,
-    state_dict, hooks, copies and pickles stay as they were. Results agree to rounding. Before `fully_shard` or
-    parametrizations, which change the class themselves.
+    Swapped are, by exact type, torch.nn's LayerNorm, RMSNorm, LSTM, GRU, RNN and their cells; and, in a model of
+    transformers, its attention (`seqkern.integrations.transformers`). The RMS norms that models bring themselves round
+    in other places than torch's: they stay as they are. Parameters, state_dict, hooks, copies and pickles stay as they
+    were. Results agree to rounding. Call it before `fully_shard` or parametrizations, which change the class
+    themselves.
 
     Args:
         model: a module; its submodules are swapped as well.
@@ -111,7 +110,7 @@ def optimize(model: Model, *, attention: bool = True) -> Model:
         if _is_ours(module):
             served = True
         elif not reason:
-            found = SWAPS.get(type(module)) or flavours.fused_class(module)
+            found = SWAPS.get(type(module))
             if found is not None:
                 object.__setattr__(module, "__class__", found)
                 served = True
@@ -140,14 +139,17 @@ def restore(model: Model) -> Model:
 
     Raises:
         TypeError: not a module.
+
+    Example:
+        >>> import torch, seqkern
+        >>> model = seqkern.optimize(torch.nn.Sequential(torch.nn.LayerNorm(8)))
+        >>> type(seqkern.restore(model)[0]) is torch.nn.LayerNorm
+        True
     """
     _check(model, "restore")
     for _, module in _modules(model):
-        if type(module) in _BACK:
-            if not _own_options(module):
-                object.__setattr__(module, "__class__", _BACK[type(module)])
-        elif flavours.is_fused(module):
-            object.__setattr__(module, "__class__", type(module).__base__)
+        if type(module) in _BACK and not _own_options(module):
+            object.__setattr__(module, "__class__", _BACK[type(module)])
     for _, part in _of_transformers(model):
         config: Any = part.config
         if config._attn_implementation == NAME:
@@ -193,27 +195,27 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("seqkern.nn.") or flavours.is_fused(module)
+    return type(module).__module__.startswith("seqkern.nn.")
 
 
 def _own_options(module: nn.Module) -> list[str]:
     """The options in force that torch's class does not have."""
-    names = ("layer_norm", "peephole", "recompute", "recurrent_dropout", "zoneout", "weight_offset")
-    return [name for name in (*names, "round_before_weight") if getattr(module, name, False)]
+    names = ("layer_norm", "peephole", "recompute", "recurrent_dropout", "zoneout")
+    return [name for name in names if getattr(module, name, False)]
 
 
 def _why_not(module: nn.Module) -> str:
     """Why a module that has a counterpart stays as it is; "" if it can be swapped, or has none."""
     kind = type(module)
     base = next((torchs for torchs in SWAPS if isinstance(module, torchs)), None)
-    if base is None and not flavours.looks_like_one(module):
+    if base is None:
         return ""
     if "forward" in vars(module):
         return "its forward was replaced"
     device = next((p.device.type for p in module.parameters(recurse=False)), "cpu")
     if device not in ("cpu", "cuda", "meta"):
         return f"no kernels for {device}"
-    if base is None or kind is base:
+    if kind is base:
         return ""
     if torch.nn.utils.parametrize.is_parametrized(module):
         return f"parametrized, which made it a {kind.__name__}: optimize before that"
@@ -226,22 +228,31 @@ def _row(module: nn.Module) -> tuple[str, str] | None:
     """(what runs, why) of a module, None if seqkern has nothing for its kind."""
     if _is_ours(module):
         options = _own_options(module)
-        reason = f"with {', '.join(options)}" if options and not flavours.is_fused(module) else ""
+        reason = f"with {', '.join(options)}" if options else ""
         if type(module) in map(SWAPS.get, _RECURRENT):
             reason = f"{reason}; " * bool(reason) + "quantize_dynamic passes it over: restore(model) first"
         return _kernel(_op_of(module), module), reason
-    torchs = next((c for c in SWAPS if isinstance(module, c)), None)
-    if torchs is None and not flavours.looks_like_one(module):
+    if _is_an_rms_norm(module):
+        return "its own code", "where it rounds is its own: no kernel does"
+    if not isinstance(module, tuple(SWAPS)):
         return None
-    reason = _why_not(module)
-    if not reason and torchs is None and flavours.fused_class(module) is None:
-        reason = "a probe gave other numbers than each kind of RMS norm here"
-    return "torch" if torchs else "its own code", reason or "optimize(model) swaps it"
+    return "torch", _why_not(module) or "optimize(model) swaps it"
+
+
+def _is_an_rms_norm(module: nn.Module) -> bool:
+    """Whether a model's own class looks like one: a weight of one dimension, an eps, and nothing else."""
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    return (
+        not type(module).__module__.startswith(("torch.nn.", "seqkern.nn."))
+        and list(parameters) == ["weight"]
+        and parameters["weight"].dim() == 1
+        and not module._modules
+        and not module._buffers
+        and isinstance(vars(module).get("variance_epsilon", vars(module).get("eps")), float)
+    )
 
 
 def _op_of(module: nn.Module) -> str:
-    if flavours.is_fused(module):
-        return "rms_norm"
     name = type(module).__name__
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         cell = "_cell" * isinstance(module, nn.RNNCellBase)
@@ -280,7 +291,9 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _has_interface(model: Any) -> bool:
-    return bool(getattr(model, "_supports_attention_backend", False))
+    """Whether the model asks transformers for its attention function: T5 does, and does not declare it."""
+    code = sys.modules.get(type(model).__module__)
+    return bool(getattr(model, "_supports_attention_backend", False)) or hasattr(code, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _switch_attention(model: Any) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout, linear, pad
 from torch.types import Device
 from torch.utils.checkpoint import checkpoint
 
@@ -334,9 +335,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             causal = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device).tril()
             visible = causal if visible is None else visible & causal
         if visible is not None:
-            visible = torch.nn.functional.pad(visible, (0, len(extra)), value=True)
+            visible = pad(visible, (0, len(extra)), value=True)
         if added is not None:
-            added = torch.nn.functional.pad(added, (0, len(extra)))
+            added = pad(added, (0, len(extra)))
         return k, v, visible, added, False
 
     def _weights(self, q: Tensor, k: Tensor, rows: Tensor | None, average: bool, options: dict[str, Any]) -> Tensor:
@@ -418,4 +419,4 @@ def _combine(visible: Tensor | None, added: Tensor | None) -> Tensor | None:
     """One mask of the two."""
     if visible is None or added is None:
         return visible if added is None else added
-    return torch.where(visible, added, -torch.inf)
+    return torch.where(visible, added, -math.inf)

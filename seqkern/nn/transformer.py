@@ -65,8 +65,18 @@ def _adopt(layer: torch.nn.Module, factory: Any, **options: dict[str, Any]) -> N
         elif isinstance(module, torch.nn.MultiheadAttention):
             own = {key: value for key, value in options[name].items() if value}
             if own:
-                sizes: Any = (module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None)
-                made = MultiheadAttention(*sizes, batch_first=module.batch_first, **factory, **own)
+                made = MultiheadAttention(
+                    module.embed_dim,
+                    module.num_heads,
+                    module.dropout,
+                    module.in_proj_bias is not None,
+                    batch_first=module.batch_first,
+                    device=factory["device"],
+                    dtype=factory["dtype"],
+                    num_kv_heads=own.get("num_kv_heads"),
+                    window=own.get("window"),
+                    qk_norm=own.get("qk_norm", False),
+                )
                 setattr(layer, name, made)
             else:
                 object.__setattr__(module, "__class__", MultiheadAttention)

@@ -657,7 +657,7 @@ def test_docstring_examples(name):
     assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/numerics.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/integrations.md", "docs/numerics.md"])
 def test_examples_of_the_pages_run(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks

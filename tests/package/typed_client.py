@@ -129,6 +129,16 @@ def modules(wanted: bool) -> None:
     assert_type(seqkern.nn.GRU(8, 4).forward(x[:, 0], lengths=3), Pair)
     assert_type(Narrow(8).forward(x), Tensor)
 
+    attention: torch.nn.MultiheadAttention = seqkern.nn.MultiheadAttention(8, 2, num_kv_heads=1, qk_norm=True)
+    assert_type(attention(x, x, x)[0], Any)
+    own = seqkern.nn.MultiheadAttention(8, 2, window=(3, 0))
+    assert_type(own.forward(x, x, x, need_weights=False, is_causal=True), tuple[Tensor, Tensor | None])
+    assert_type(own.make_cache(3, 16), seqkern.nn.AttentionCache)
+    layer, other = seqkern.nn.TransformerEncoderLayer(8, 2, 16), seqkern.nn.TransformerDecoderLayer(8, 2, 16)
+    assert_type(seqkern.nn.TransformerEncoder(layer, 2).forward(x, is_causal=True), Tensor)
+    assert_type(seqkern.nn.TransformerDecoder(other, 2).forward(x, x, tgt_is_causal=True), Tensor)
+    assert_type(seqkern.nn.Transformer(8, 2, 1, 1, 16).forward(x, x), Any)
+
     assert_type(seqkern.nn.LSTMCell(8, 4).forward(x[0]), Pair)
     assert_type(seqkern.nn.GRUCell(8, 4, bias=False).forward(x[0], torch.zeros(3, 4)), Tensor)
     assert_type(seqkern.nn.RNNCell(8, 4, nonlinearity="relu").forward(x[0]), Tensor)
@@ -139,6 +149,9 @@ def the_rest() -> None:
     with seqkern.use_backend("reference"):
         assert_type(seqkern.explain("layer_norm", x).kernel, str)
     assert_type(seqkern.reference.layer_norm(x, None, None, 1e-5), Tensor)
+    model = seqkern.optimize(torch.nn.LayerNorm(8))
+    assert_type(model, torch.nn.LayerNorm)
+    assert_type(seqkern.restore(model), torch.nn.LayerNorm)
     seqkern.release_memory()
 
 
