@@ -9,12 +9,23 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import warnings
 
 import torch
 
 import seqkern
 
-MODULES = ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "LayerNorm", "RMSNorm"]
+# Every module of ours that has the name of one of torch's, and what builds a small one.
+MODULES = {
+    **dict.fromkeys(["LayerNorm", "RMSNorm"], (4,)),
+    **dict.fromkeys(["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"], (4, 4)),
+    "MultiheadAttention": (4, 2),
+    "TransformerEncoderLayer": (4, 2, 8),
+    "TransformerDecoderLayer": (4, 2, 8),
+    "TransformerEncoder": (seqkern.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2),
+    "TransformerDecoder": (seqkern.nn.TransformerDecoderLayer(4, 2, 8), 2),
+    "Transformer": (4, 2, 1, 1, 8),
+}
 FUNCTIONS = ["scaled_dot_product_attention", "layer_norm", "rms_norm"]
 
 
@@ -123,11 +134,12 @@ for name, expected in before.items():
 
 # The models hold ours, with torch's parameters.
 for name, theirs in kept.items():
-    sizes = (4,) if name.endswith("Norm") else (4, 4)
-    ours = getattr(torch.nn, name)(*sizes)
+    ours = getattr(torch.nn, name)(*MODULES[name])
     assert type(ours).__module__.startswith("seqkern"), name
     assert isinstance(ours, theirs), name
-    theirs(*sizes).load_state_dict(ours.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says why it will not use nested tensors
+        theirs(*MODULES[name]).load_state_dict(ours.state_dict())
     copied = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
     assert type(copied) is type(ours), name
 

@@ -115,7 +115,7 @@ CALLS = {
 
 
 def test_fx_is_tried_with_every_function():
-    others = {"nn", "reference", "explain", "release_memory", "use_backend"}
+    others = {"nn", "reference", "explain", "optimize", "release_memory", "restore", "use_backend"}
     assert set(CALLS) == set(seqkern.__all__) - others
 
 

@@ -137,7 +137,7 @@ def modules(wanted: bool) -> None:
     layer, other = seqkern.nn.TransformerEncoderLayer(8, 2, 16), seqkern.nn.TransformerDecoderLayer(8, 2, 16)
     assert_type(seqkern.nn.TransformerEncoder(layer, 2).forward(x, is_causal=True), Tensor)
     assert_type(seqkern.nn.TransformerDecoder(other, 2).forward(x, x, tgt_is_causal=True), Tensor)
-    assert_type(seqkern.nn.Transformer(8, 2, 1, 1, 16).forward(x, x), Any)
+    assert_type(seqkern.nn.Transformer(8, 2, 1, 1, 16).forward(x, x), Tensor)
 
     assert_type(seqkern.nn.LSTMCell(8, 4).forward(x[0]), Pair)
     assert_type(seqkern.nn.GRUCell(8, 4, bias=False).forward(x[0], torch.zeros(3, 4)), Tensor)
@@ -176,7 +176,7 @@ def mistakes(x: Tensor, padding: Tensor) -> None:
     seqkern.nn.GRU(8, 8).forward(x, (x, x))  # type: ignore[call-overload]
     seqkern.nn.AddRMSNorm(8, bias=True)  # type: ignore[arg-type]
     seqkern.nn.AddRMSNorm(8).forward(x, x).sum()  # type: ignore[attr-defined]
-    seqkern.explain(x)  # type: ignore[arg-type]
+    seqkern.explain(x)  # type: ignore[call-overload]
 
 
 def main() -> None:
