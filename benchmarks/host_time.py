@@ -54,7 +54,7 @@ def calls(device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
     out, lse = attention.attention_fwd(query, key, value, *nothing, *full)
     decoding = (token, cache, cache, None, None, None, lengths, None, None, None, 1, 4096, *full[2:])
     x, weight = normal(4096, 768), normal(768)
-    _, _, mean, rstd = norm.layer_norm_fwd(x, None, weight, weight, None, 1e-5, 0.0, True)
+    _, _, mean, rstd = norm.layer_norm_fwd(x, None, weight, weight, None, 1e-5, 0.0, True, 0.0, False)
     gates, state = normal(16, 1024), normal(16, 256)
     _, c_new, activated = cell.rnn_cell_fwd(gates, gates, state, state, 0)
     return {
@@ -66,10 +66,13 @@ def calls(device: torch.device) -> dict[str, tuple[float, Callable[[], Any]]]:
             ),
         ),
         "decoding": (30, lambda: attention.attention_fwd(*decoding)),
-        "layer norm forward": (15, lambda: norm.layer_norm_fwd(x, None, weight, weight, None, 1e-5, 0.0, True)),
+        "layer norm forward": (
+            15,
+            lambda: norm.layer_norm_fwd(x, None, weight, weight, None, 1e-5, 0.0, True, 0.0, False),
+        ),
         "layer norm backward": (
             25,
-            lambda: norm.layer_norm_bwd(x, None, x, mean, rstd, weight, None, 0.0, True, True, True),
+            lambda: norm.layer_norm_bwd(x, None, x, mean, rstd, weight, None, 0.0, True, 0.0, True, True),
         ),
         "LSTM cell forward": (15, lambda: cell.rnn_cell_fwd(gates, gates, state, state, 0)),
         "LSTM cell backward": (25, lambda: cell.rnn_cell_bwd(state, state, state, state, c_new, activated, 0)),

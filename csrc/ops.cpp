@@ -4,10 +4,11 @@
 // Of ops that stand in both libraries.
 constexpr const char* kLayerNormForward =
     "layer_norm_fwd(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
-    "float dropout_p, bool centred) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)";
+    "float dropout_p, bool centred, float weight_offset, bool round_before_weight) "
+    "-> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)";
 constexpr const char* kLayerNormBackward =
     "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
-    "Tensor? seed, float dropout_p, bool centred, bool need_weight, bool need_bias) "
+    "Tensor? seed, float dropout_p, bool centred, float weight_offset, bool need_weight, bool need_bias) "
     "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)";
 // With what the kernels in CUDA C++ are told beside.
 #define SK_ATTENTION_FWD(more)                                                                          \

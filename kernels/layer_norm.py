@@ -10,7 +10,7 @@ The equations (Ba, Kiros & Hinton 2016, eq. 4; eps under the root as in torch), 
 
     s = x, or with a residual r: s = round(drop(x) + r)             drop(x) = x / (1 - p) where kept, else 0
     mean = sum(s) / N      var = sum((s - mean)^2) / N      rstd = 1 / sqrt(var + eps)      xhat = (s - mean) rstd
-    y = xhat weight + bias
+    y = xhat (weight + offset) + bias                xhat may be rounded to the dtype before, as Llama does
     g = dy weight          ds = rstd (g - sum(g) / N - xhat sum(g xhat) / N) + dsum, the gradient of the returned s
     dr = ds                dx = drop(ds), with the same mask
     dweight = sum over rows of dy xhat         dbias = sum over rows of dy
@@ -79,16 +79,26 @@ def _store(pointer, row, N, column, live, tile):
 
 
 @triton.jit
-def _affine(x, pointer, column, N, MULTIPLY: tl.constexpr):
-    """x times (or plus) the vector at `pointer`, which may be None; x is (rows, columns)."""
+def _affine(x, pointer, column, N, MULTIPLY: tl.constexpr, OFFSET: tl.constexpr = 0.0):
+    """x times (or plus) the vector at `pointer` and OFFSET; it may be None; x is (rows, columns)."""
     if pointer is not None:
         at = tl.broadcast_to(pointer + column[None, :], x.shape)  # in the tile's own layout: threads exchange nothing
         vector = tl.load(at, mask=(column < N)[None, :], other=0.0).to(x.dtype)
+        if OFFSET != 0.0:
+            vector += OFFSET
         if MULTIPLY:
             x = x * vector
         else:
             x = x + vector
     return x
+
+
+@triton.jit
+def _scaled(x, weight_ptr, column, N, OFFSET: tl.constexpr, T: tl.constexpr, ROUND: tl.constexpr):
+    """x times the weight and OFFSET; ROUND: x rounded to T before."""
+    if ROUND:
+        x = rounded(x, T).to(x.dtype)
+    return _affine(x, weight_ptr, column, N, True, OFFSET)
 
 
 @triton.jit
@@ -126,6 +136,8 @@ def _forward_kernel(
     scale: tl.float64,
     eps: tl.float64,
     ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -167,7 +179,7 @@ def _forward_kernel(
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     for i in tl.static_range(CHUNKS):
         column, inside = _columns(i * BLOCK_N, N, BLOCK_N, i == CHUNKS - 1)
-        y = _affine(d[i] * rstd[:, None], weight_ptr, column, N, True)
+        y = _scaled(d[i] * rstd[:, None], weight_ptr, column, N, OFFSET, output_ptr.dtype.element_ty, ROUND)
         y = _affine(y, bias_ptr, column, N, False)
         _store(output_ptr, row, N, column, inside & (row < M)[:, None], y)
 
@@ -191,6 +203,8 @@ def _forward_long_kernel(
     scale: tl.float64,
     eps: tl.float64,
     ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -233,7 +247,7 @@ def _forward_long_kernel(
         else:
             s = _load(input_ptr, row, strides[0], column, live, ACC)
         y = (s - pivot[:, None] - shift[:, None]) * rstd[:, None]
-        y = _affine(y, weight_ptr, column, N, True)
+        y = _scaled(y, weight_ptr, column, N, OFFSET, output_ptr.dtype.element_ty, ROUND)
         y = _affine(y, bias_ptr, column, N, False)
         _store(output_ptr, row, N, column, live, y)
 
@@ -272,6 +286,7 @@ def _backward_kernel(
     threshold,
     scale: tl.float64,
     ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -324,7 +339,7 @@ def _backward_kernel(
                 xhat += (d[i] * rstd[:, None],)
             grad_weight += (dw[i] + dy[i] * xhat[i],)
             grad_bias += (db[i] + dy[i],)
-            g += (_affine(dy[i], weight_ptr, column, N, True),)
+            g += (_affine(dy[i], weight_ptr, column, N, True, OFFSET),)
             sum_g += g[i]
             sum_gx += g[i] * xhat[i]
         along = tl.sum(sum_gx, 1) / N
@@ -371,6 +386,7 @@ def _backward_long_kernel(
     threshold,
     scale: tl.float64,
     ACC: tl.constexpr,
+    OFFSET: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -400,7 +416,7 @@ def _backward_long_kernel(
             live = inside & (row < M)[:, None]
             d = tl.where(live, _load(input_ptr, row, stride, column, live, ACC) - mean[:, None], 0.0)
             g = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
-            g = _affine(g, weight_ptr, column, N, True)
+            g = _affine(g, weight_ptr, column, N, True, OFFSET)
             sum_d += d
             sum_g += g
             sum_gd += g * d
@@ -419,7 +435,7 @@ def _backward_long_kernel(
             x = _load(input_ptr, row, stride, column, live, ACC)
             xhat = (x - mean[:, None] - shift[:, None]) * rstd[:, None]
             dy = _load(grad_output_ptr, row, grad_stride, column, live, ACC)
-            g = _affine(dy, weight_ptr, column, N, True)
+            g = _affine(dy, weight_ptr, column, N, True, OFFSET)
             dx = (g - mean_g[:, None] - xhat * along[:, None]) * rstd[:, None]
             _gradients(
                 dx, grad_sum_ptr, grad_residual_ptr, grad_input_ptr,
@@ -548,7 +564,9 @@ def _stride(matrix: torch.Tensor | None) -> int:
     return 0 if matrix is None else matrix.stride(0)
 
 
-def _plan_forward(memory, input, residual, weight, bias, seed, eps, dropout_p, centred):
+def _plan_forward(
+    memory, input, residual, weight, bias, seed, eps, dropout_p, centred, weight_offset=0.0, round_before_weight=False
+):  # fmt: skip
     m, n = input.shape
     acc = accumulator(input.dtype)
     output = memory.empty(input, (m, n))
@@ -558,7 +576,7 @@ def _plan_forward(memory, input, residual, weight, bias, seed, eps, dropout_p, c
     scale, threshold = dropout_scalars(dropout_p)
     tensors = (input, residual, weight, bias, seed, output, total, mean, rstd)
     arguments = (*tensors, _stride(input), _stride(residual), m, n, threshold, scale, eps)
-    constants = _constants(input, residual)
+    constants = _constants(input, residual) | {"OFFSET": float(weight_offset), "ROUND": bool(round_before_weight)}
     block, warps = _row_block(n, input.dtype, _LONGEST, constants["ALIGNED"])
     if block:
         grid = (cdiv(m, block["BLOCK_M"]),)
@@ -592,7 +610,8 @@ def _wave(n: int, dtype: torch.dtype, sums: int, room: Room) -> int:
 
 
 def _plan_backward(
-    memory, grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, need_weight, need_bias, room
+    memory, grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, weight_offset, need_weight, need_bias,
+    room,
 ):  # fmt: skip
     """`mean` None: not centred. `room`: the GPU's, which bounds the number of partial rows."""
     m, n = input.shape
@@ -601,6 +620,7 @@ def _plan_backward(
     grad_input = None if seed is None else memory.empty(input, (m, n))
     scale, threshold = dropout_scalars(dropout_p)
     constants = _constants(input, grad_output, grad_sum)
+    offset = {"OFFSET": float(weight_offset)}
     # Four more tiles are live here than in the forward kernel: single elements and doubles spill at half the row
     # length.
     roomy = constants["ALIGNED"] and acc == torch.float32
@@ -617,16 +637,16 @@ def _plan_backward(
     name = "layer_norm_backward"
     if block:
         arguments = (*inputs, *partials, *scalars)
-        plan = [Launch(name, _backward_kernel, (parts,), arguments, constants | block, warps)]
+        plan = [Launch(name, _backward_kernel, (parts,), arguments, constants | offset | block, warps)]
     elif rows:
         arguments = (*inputs, None, *partials, *scalars)
         block = {"BLOCK_M": rows, "BLOCK_N": 2 * _LONG_BACKWARD_TILE // rows}
-        plan = [Launch(f"{name}_long_once", _backward_long_kernel, (parts,), arguments, constants | block, 16)]
+        plan = [Launch(f"{name}_long_once", _backward_long_kernel, (parts,), arguments, constants | offset | block, 16)]
     else:
         shift = None if mean is None else memory.empty(mean, (m,))
         arguments = (*inputs, shift, None, None, *scalars)
         block = {"BLOCK_M": 1, "BLOCK_N": _LONG_BACKWARD_TILE}
-        plan = [Launch(f"{name}_long", _backward_long_kernel, (m,), arguments, constants | block, 8)]
+        plan = [Launch(f"{name}_long", _backward_long_kernel, (m,), arguments, constants | offset | block, 8)]
         if need_weight or need_bias:
             grid = (cdiv(n, _COLUMNS_BLOCK["BLOCK_N"]), parts)
             arguments = (grad_output, input, mean, rstd, shift, *partials, _stride(grad_output), _stride(input), m, n)
@@ -650,13 +670,17 @@ def _readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else unit_last(tensor)
 
 
-def layer_norm_fwd(input, residual, weight, bias, seed, eps, dropout_p, centred):
+def layer_norm_fwd(
+    input, residual, weight, bias, seed, eps, dropout_p, centred, weight_offset, round_before_weight
+):  # fmt: skip
     """The launcher behind `seqkern::layer_norm_fwd`: (output, sum, mean, rstd), (0,) for absent ones."""
     tensors = (unit_last(input), _readable(residual), _readable(weight), _readable(bias), seed)
-    return planned(_plan_forward, tensors, (eps, dropout_p, centred), input.device)
+    return planned(_plan_forward, tensors, (eps, dropout_p, centred, weight_offset, round_before_weight), input.device)
 
 
-def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, centred, need_weight, need_bias):
+def layer_norm_bwd(
+    grad_output, grad_sum, input, mean, rstd, weight, seed, dropout_p, centred, weight_offset, need_weight, need_bias
+):  # fmt: skip
     """The launcher behind `seqkern::layer_norm_bwd`: (grad_residual, grad_input, grad_weight, grad_bias).
 
     (0,) for what is not needed, and for grad_input if no dropout makes it differ from grad_residual.
@@ -664,7 +688,7 @@ def layer_norm_bwd(grad_output, grad_sum, input, mean, rstd, weight, seed, dropo
     mean = mean.contiguous() if centred else None
     tensors = (_readable(grad_output), _readable(grad_sum), unit_last(input), mean, rstd.contiguous())
     tensors += (_readable(weight), seed)
-    return planned(_plan_occupied, tensors, (dropout_p, need_weight, need_bias), input.device)
+    return planned(_plan_occupied, tensors, (dropout_p, weight_offset, need_weight, need_bias), input.device)
 
 
 def explained(op, input, *parameters):
@@ -674,8 +698,8 @@ def explained(op, input, *parameters):
     weight = torch.empty(rows.size(1), dtype=rows.dtype, device="meta")
     rstd = torch.empty(len(rows), dtype=accumulator(rows.dtype), device="meta")
     with noted() as launches:
-        layer_norm_fwd(rows, residual, weight, weight if centred else None, None, 1e-5, 0.0, centred)
-        layer_norm_bwd(rows, None, rows, rstd, rstd, weight, None, 0.0, centred, True, centred)
+        layer_norm_fwd(rows, residual, weight, weight if centred else None, None, 1e-5, 0.0, centred, 0.0, False)
+        layer_norm_bwd(rows, None, rows, rstd, rstd, weight, None, 0.0, centred, 0.0, True, centred)
     return launches
 
 
@@ -706,34 +730,38 @@ def aot_configurations(limit, thorough):
 
     thorough False: a few common row lengths. True: every path, aligned and not, and what uses most registers.
     """
-    options = {  # residual, dropout, centred, weight and bias
-        "": (False, False, True, True),
-        "-add": (True, False, True, True),
-        "-dropout": (True, True, True, True),
-        "-rms": (False, False, False, True),
-        "-rms-dropout": (True, True, False, True),
-        "-plain": (False, False, True, False),
+    options = {  # residual, dropout, centred, weight and bias, offset of the weight, rounded before it
+        "": (False, False, True, True, 0.0, False),
+        "-add": (True, False, True, True, 0.0, False),
+        "-dropout": (True, True, True, True, 0.0, False),
+        "-rms": (False, False, False, True, 0.0, False),
+        "-rms-dropout": (True, True, False, True, 0.0, False),
+        "-rms-llama": (True, False, False, True, 0.0, True),
+        "-rms-gemma": (True, False, False, True, 1.0, False),
+        "-plain": (False, False, True, False, 0.0, False),
     }
     floats = (torch.bfloat16, torch.float32)
-    lengths, kinds = [768, 4096, 16384], list(options)[:5]
+    lengths, kinds = [768, 4096, 16384], list(options)[:7]
     if thorough:
         floats += (torch.float16, torch.float64)
         lengths = [768, 5120] + [n - less for n in (16, 192, 1024, 2560, 4096, 6656, 8192, 16384) for less in (0, 3)]
         kinds = list(options)
     for dtype, n, kind in itertools.product(floats, lengths, kinds):
-        add, drop, centred, affine = options[kind]
+        add, drop, centred, affine, offset, rounds = options[kind]
         input = torch.empty((4096, n), dtype=dtype, device="meta")
         residual = input if add else None
         seed = torch.empty((), dtype=torch.int64, device="meta") if drop else None
         weight = input.new_empty((n,)) if affine else None
         p = 0.1 if drop else 0.0
-        (_, _, mean, rstd), forward = _plan_forward(Memory(), input, residual, weight, weight, seed, 1e-5, p, centred)
+        (_, _, mean, rstd), forward = _plan_forward(
+            Memory(), input, residual, weight, weight, seed, 1e-5, p, centred, offset, rounds
+        )
         mean = mean if centred else None
         launches = list(forward)
         for cache in (0, 2**30):  # long rows have a kernel for each
             of = Room(132, 2, cache)
             launches += _plan_backward(
-                Memory(), input, residual, input, mean, rstd, weight, seed, p, affine, affine, of
+                Memory(), input, residual, input, mean, rstd, weight, seed, p, offset, affine, affine, of
             )[1]
         for launch in {launch.name: launch for launch in launches}.values():
             if launch.kernel is not _reduce_kernel:

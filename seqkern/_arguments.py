@@ -25,6 +25,8 @@ class LayerNormNumbers(NamedTuple):
     eps: float
     dropout_p: float
     centred: bool
+    weight_offset: float
+    round_before_weight: bool
     dims: int  # how many, the last ones, are normalised together
 
 
@@ -39,11 +41,15 @@ class LayerNorm(NamedTuple):
     eps: Any = None
     dropout_p: Any = None
     centred: Any = None
+    weight_offset: Any = None
+    round_before_weight: Any = None
     dims: Any = None
 
     @property
     def numbers(self) -> LayerNormNumbers:
-        return LayerNormNumbers(self.eps, self.dropout_p, self.centred, self.dims)
+        return LayerNormNumbers(
+            self.eps, self.dropout_p, self.centred, self.weight_offset, self.round_before_weight, self.dims
+        )
 
     def differentiable(self) -> tuple[Any, ...]:
         return (self.input, self.residual, self.weight, self.bias)
@@ -63,6 +69,7 @@ class LayerNormBackward(NamedTuple):
     eps: Any = None
     dropout_p: Any = None
     centred: Any = None
+    weight_offset: Any = None
     dims: Any = None
     need_weight: Any = None
     need_bias: Any = None
@@ -70,7 +77,8 @@ class LayerNormBackward(NamedTuple):
     @property
     def numbers(self) -> tuple[Any, ...]:
         """What is no tensor."""
-        return (self.eps, self.dropout_p, self.centred, self.dims, self.need_weight, self.need_bias)
+        numbers = (self.eps, self.dropout_p, self.centred, self.weight_offset, self.dims)
+        return (*numbers, self.need_weight, self.need_bias)
 
     def differentiable(self) -> tuple[Any, ...]:
         return (self.grad_output, self.grad_sum, self.normalised, self.weight, self.bias)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import seqkern
+from seqkern import _rms_flavours as flavours
 from seqkern._library import backend_for
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -26,10 +27,15 @@ Model = TypeVar("Model", bound=nn.Module)
 # torch's modules, by exact type: a subclass may mean something else.
 SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     getattr(torch.nn, name): getattr(seqkern.nn, name)
-    for name in ("LayerNorm", "RMSNorm", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
-}
+    for name in (
+        "LayerNorm", "RMSNorm", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "MultiheadAttention",
+        "TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder", "TransformerDecoder", "Transformer",
+    )
+}  # fmt: skip
 _BACK = {ours: torchs for torchs, ours in SWAPS.items()}
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)  # which only call their layers
 NAME = "seqkern"  # of transformers' attention
 
 # What attention a model of transformers had before. A copy of the model is not in it: it gets "sdpa" back.
@@ -70,11 +76,13 @@ def _rest(row: Row) -> tuple[str, str, str]:
 def optimize(model: Model, *, attention: bool = True) -> Model:
     """Runs a model's modules on seqkern's kernels, in place; `restore` undoes it, `explain(model)` tells what runs.
 
-    Swapped are, by exact type, torch.nn's LayerNorm, RMSNorm, LSTM, GRU, RNN and their cells; and, in a model of
-    transformers, its attention (`seqkern.integrations.transformers`). The RMS norms that models bring themselves round
-    in other places than torch's: they stay as they are. Parameters, state_dict, hooks, copies and pickles stay as they
-    were. Results agree to rounding. Call it before `fully_shard` or parametrizations, which change the class
-    themselves.
+    Swapped are, by exact type, torch.nn's LayerNorm, RMSNorm, LSTM, GRU, RNN and their cells, MultiheadAttention and
+    the layers and stacks of the Transformer; the RMS norms that models bring themselves (transformers has some hundred
+    and eighty such classes), where a probe with numbers gives the same bits; and, in a model of transformers, its
+    attention (`seqkern.integrations.transformers`). Parameters, state_dict, hooks, copies and pickles stay as they
+    were. Results agree to rounding, but where torch's Transformer layers disagree with themselves: rows of padding hold
+    in evaluation what they hold in training, and a query without keys is no NaN. Call it before `fully_shard` or
+    parametrizations, which change the class themselves.
 
     Args:
         model: a module; its submodules are swapped as well.
@@ -110,7 +118,7 @@ def optimize(model: Model, *, attention: bool = True) -> Model:
         if _is_ours(module):
             served = True
         elif not reason:
-            found = SWAPS.get(type(module))
+            found = SWAPS.get(type(module)) or flavours.fused_class(module)
             if found is not None:
                 object.__setattr__(module, "__class__", found)
                 served = True
@@ -148,8 +156,11 @@ def restore(model: Model) -> Model:
     """
     _check(model, "restore")
     for _, module in _modules(model):
-        if type(module) in _BACK and not _own_options(module):
-            object.__setattr__(module, "__class__", _BACK[type(module)])
+        if type(module) in _BACK:
+            if not _own_options(module):
+                object.__setattr__(module, "__class__", _BACK[type(module)])
+        elif flavours.is_fused(module):
+            object.__setattr__(module, "__class__", type(module).__base__)
     for _, part in _of_transformers(model):
         config: Any = part.config
         if config._attn_implementation == NAME:
@@ -195,27 +206,31 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("seqkern.nn.")
+    return type(module).__module__.startswith("seqkern.nn.") or flavours.is_fused(module)
 
 
 def _own_options(module: nn.Module) -> list[str]:
     """The options in force that torch's class does not have."""
-    names = ("layer_norm", "peephole", "recompute", "recurrent_dropout", "zoneout")
-    return [name for name in names if getattr(module, name, False)]
+    names = ["layer_norm", "peephole", "recompute", "recurrent_dropout", "zoneout"]
+    names += ["weight_offset", "round_before_weight", "num_kv_heads", "window", "qk_norm"]
+    found = [name for name in names if getattr(module, name, False)]
+    if isinstance(module, _LAYERS):  # torch's layers do without their attention's forward, in evaluation
+        found += _own_options(module.self_attn)
+    return found
 
 
 def _why_not(module: nn.Module) -> str:
     """Why a module that has a counterpart stays as it is; "" if it can be swapped, or has none."""
     kind = type(module)
     base = next((torchs for torchs in SWAPS if isinstance(module, torchs)), None)
-    if base is None:
+    if base is None and not flavours.looks_like_one(module):
         return ""
     if "forward" in vars(module):
         return "its forward was replaced"
     device = next((p.device.type for p in module.parameters(recurse=False)), "cpu")
     if device not in ("cpu", "cuda", "meta"):
         return f"no kernels for {device}"
-    if kind is base:
+    if base is None or kind is base:
         return ""
     if torch.nn.utils.parametrize.is_parametrized(module):
         return f"parametrized, which made it a {kind.__name__}: optimize before that"
@@ -226,33 +241,30 @@ def _why_not(module: nn.Module) -> str:
 
 def _row(module: nn.Module) -> tuple[str, str] | None:
     """(what runs, why) of a module, None if seqkern has nothing for its kind."""
+    if isinstance(module, _STACKS) and (_is_ours(module) or type(module) in SWAPS):
+        return None
     if _is_ours(module):
         options = _own_options(module)
-        reason = f"with {', '.join(options)}" if options else ""
+        reason = f"with {', '.join(options)}" if options and not flavours.is_fused(module) else ""
         if type(module) in map(SWAPS.get, _RECURRENT):
             reason = f"{reason}; " * bool(reason) + "quantize_dynamic passes it over: restore(model) first"
         return _kernel(_op_of(module), module), reason
-    if _is_an_rms_norm(module):
-        return "its own code", "where it rounds is its own: no kernel does"
-    if not isinstance(module, tuple(SWAPS)):
+    torchs = next((c for c in SWAPS if isinstance(module, c)), None)
+    if torchs is None and not flavours.looks_like_one(module):
         return None
-    return "torch", _why_not(module) or "optimize(model) swaps it"
-
-
-def _is_an_rms_norm(module: nn.Module) -> bool:
-    """Whether a model's own class looks like one: a weight of one dimension, an eps, and nothing else."""
-    parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    return (
-        not type(module).__module__.startswith(("torch.nn.", "seqkern.nn."))
-        and list(parameters) == ["weight"]
-        and parameters["weight"].dim() == 1
-        and not module._modules
-        and not module._buffers
-        and isinstance(vars(module).get("variance_epsilon", vars(module).get("eps")), float)
-    )
+    reason = _why_not(module)
+    if not reason and torchs is None and flavours.fused_class(module) is None:
+        reason = "a probe gave other numbers than each kind of RMS norm here"
+    return "torch" if torchs else "its own code", reason or "optimize(model) swaps it"
 
 
 def _op_of(module: nn.Module) -> str:
+    if flavours.is_fused(module):
+        return "rms_norm"
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention"
+    if isinstance(module, _LAYERS):
+        return "add_layer_norm"
     name = type(module).__name__
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         cell = "_cell" * isinstance(module, nn.RNNCellBase)

@@ -30,6 +30,10 @@ SK_INLINE Pair operator-(Pair x, float y) { return {x.a - y, x.b - y}; }
 SK_INLINE Pair operator*(Pair x, float y) { return {x.a * y, x.b * y}; }
 SK_INLINE Pair& operator+=(Pair& x, Pair y) { return x = x + y; }
 SK_INLINE Pair rounded(Pair x) { return {rounded(x.a), rounded(x.b)}; }
+template <class T>
+SK_INLINE Pair rounded_as(Pair x) {
+  return {rounded_as<T>(x.a), rounded_as<T>(x.b)};
+}
 
 // What a loop over elements of type T takes at a time: a pair, or one vector.
 template <class T>

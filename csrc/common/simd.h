@@ -181,6 +181,20 @@ SK_INLINE void store(Half* p, vf32 v) {
 #endif
 }
 
+// The nearest numbers of a 16-bit type, in float.
+template <class T>
+SK_INLINE vf32 rounded_as(vf32 v) {
+  if constexpr (std::is_same<T, BFloat16>::value) {
+    const vu32 u = bit_cast<vu32>(v), nan = bit_cast<vu32>(v != v);
+    const vu32 nearest = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+    return bit_cast<vf32>((nan & u) | (~nan & nearest));
+  } else {
+    T narrow[W<float>];
+    store(narrow, v);
+    return load(narrow);
+  }
+}
+
 // The first n < W elements; the other lanes are zero.
 template <class T>
 SK_INLINE Vec<acc_t<T>> load_partial(const T* p, int64_t n) {

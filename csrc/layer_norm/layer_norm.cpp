@@ -73,15 +73,15 @@ void run_backward(const LayerNormBackward& args, const Chunks& chunks, void* sum
   }
 }
 
-// A parameter as the kernels read it: contiguous, in the accumulation type.
+// A parameter as the kernels read it: contiguous, in the accumulation type, `offset` added.
 std::optional<Tensor> parameter(const std::optional<Tensor>& t, const Tensor& input, Dtype dtype, const char* op,
-                                const char* argument) {
+                                const char* argument, double offset = 0) {
   if (!t) return std::nullopt;
   check_parameter(*t, input, op, argument);
   const Tensor contiguous = as_contiguous(*t);
-  if (t->scalar_type() == acc_type(dtype)) return contiguous;
+  if (t->scalar_type() == acc_type(dtype) && offset == 0) return contiguous;
   Tensor widened = empty(input, {input.size(1)}, acc_type(dtype));
-  layer_norm_kernels().widen(dtype, dtype_of(*t, op, argument), input.size(1), contiguous.const_data_ptr(),
+  layer_norm_kernels().widen(dtype, dtype_of(*t, op, argument), input.size(1), contiguous.const_data_ptr(), offset,
                              widened.mutable_data_ptr());
   return widened;
 }
@@ -96,19 +96,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
                                                           const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias,
                                                           const std::optional<Tensor>& seed, double eps,
-                                                          double dropout_p, bool centred) {
+                                                          double dropout_p, bool centred, double weight_offset,
+                                                          bool round_before_weight) {
   const char* op = "layer_norm_fwd";
   check_dim(input, 2, op, "input");
   const Dtype dtype = dtype_of(input, op, "input");
   check_memory(input, op, "input");
   const ScalarType acc = acc_type(dtype);
   const int64_t rows = input.size(0), columns = input.size(1);
-  const auto weight_acc = parameter(weight, input, dtype, op, "weight");
+  const auto weight_acc = parameter(weight, input, dtype, op, "weight", weight_offset);
   const auto bias_acc = parameter(bias, input, dtype, op, "bias");
   const Tensor x = with_unit_last_stride(input);
   const auto r = matrix_beside(residual, input, op, "residual");
   const Dropout dropout = dropout_of(seed, dropout_p, input, op);
   SK_CHECK(r || !dropout.active, op, ": dropout needs a residual");
+  SK_CHECK(!centred || !round_before_weight, op, ": round_before_weight is RMS norm's alone");
 
   Tensor output = empty(x, {rows, columns}, input.scalar_type());
   Tensor sum = r ? empty(x, {rows, columns}, input.scalar_type()) : empty(x, {0}, input.scalar_type());
@@ -125,6 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   args.weight = data_or_null(weight_acc);
   args.bias = data_or_null(bias_acc);
   args.eps = eps;
+  args.round_before_weight = round_before_weight;
   args.output = output.mutable_data_ptr();
   args.sum = sum.mutable_data_ptr();
   args.mean = centred ? mean.mutable_data_ptr() : nullptr;
@@ -133,12 +136,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   return {output, sum, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output,
-                                                          const std::optional<Tensor>& grad_sum, const Tensor& input,
-                                                          const Tensor& mean, const Tensor& rstd,
-                                                          const std::optional<Tensor>& weight,
-                                                          const std::optional<Tensor>& seed, double dropout_p,
-                                                          bool centred, bool need_weight, bool need_bias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(
+    const Tensor& grad_output, const std::optional<Tensor>& grad_sum, const Tensor& input, const Tensor& mean,
+    const Tensor& rstd, const std::optional<Tensor>& weight, const std::optional<Tensor>& seed, double dropout_p,
+    bool centred, double weight_offset, bool need_weight, bool need_bias) {
   const char* op = "layer_norm_bwd";
   check_dim(input, 2, op, "input");
   const Dtype dtype = dtype_of(input, op, "input");
@@ -149,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   const auto ds = matrix_beside(grad_sum, input, op, "grad_sum");
   const Tensor rstd_c = statistic(rstd, input, dtype, op, "rstd");
   const Tensor mean_c = centred ? statistic(mean, input, dtype, op, "mean") : mean;
-  const auto weight_acc = parameter(weight, input, dtype, op, "weight");
+  const auto weight_acc = parameter(weight, input, dtype, op, "weight", weight_offset);
   const Dropout dropout = dropout_of(seed, dropout_p, input, op);
   const Tensor x = with_unit_last_stride(input);
 

@@ -23,10 +23,11 @@ struct LayerNormForward {
   const void* weight;  // (columns) or null
   const void* bias;    // (columns) or null
   double eps;
-  void* output;  // (rows, columns), contiguous; null for the statistics alone
-  void* sum;     // (rows, columns), contiguous, when there is a residual
-  void* mean;    // (rows); null if not needed or not centred
-  void* rstd;    // (rows), or null
+  bool round_before_weight;  // not centred alone: what the weight multiplies is rounded to `dtype` first
+  void* output;              // (rows, columns), contiguous; null for the statistics alone
+  void* sum;                 // (rows, columns), contiguous, when there is a residual
+  void* mean;                // (rows); null if not needed or not centred
+  void* rstd;                // (rows), or null
 };
 
 // The rows whose terms of the parameters' gradients are added one by one; their sum is then one term of the next sum.
@@ -60,8 +61,8 @@ struct LayerNormKernels {
   // total[c] = sum over chunks, in order, of partial[chunk, c], for the columns [begin, end).
   void (*reduce)(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, void* total, int64_t begin,
                  int64_t end);
-  // Converts a parameter of any dtype to the accumulation type of `dtype`.
-  void (*widen)(Dtype dtype, Dtype from, int64_t count, const void* parameter, void* widened);
+  // Converts a parameter of any dtype to the accumulation type of `dtype`, and adds `offset` to it there.
+  void (*widen)(Dtype dtype, Dtype from, int64_t count, const void* parameter, double offset, void* widened);
   // The inverse: rounds numbers of the accumulation type of `dtype` to a parameter's dtype.
   void (*narrow)(Dtype dtype, Dtype to, int64_t count, const void* wide, void* parameter);
 };

@@ -49,7 +49,7 @@ variable_list norm_gradients(const Call& call, int inputs) {
   const auto [grad_normalised, unused, grad_weight, grad_bias] =
       backward(stable(matrix(grad)), sum.defined() ? Maybe(stable(matrix(sum))) : std::nullopt,
                stable(matrix(normalised)), stable(call.kept[0]), stable(call.kept[1]), maybe(weight), std::nullopt, 0.0,
-               call.numbers[1] != 0, need_weight, need_bias);
+               call.numbers[1] != 0, call.numbers[2], need_weight, need_bias);
   of_inputs(shaped(grad_normalised, normalised));
   // Rounded once, to the parameter's own dtype.
   if (need_weight) found[n] = native(grad_weight).to(weight.scalar_type());
@@ -66,17 +66,20 @@ bool read_columns(PyObject* shape, int64_t& columns) {
   return PyList_CheckExact(shape) && PyList_GET_SIZE(shape) == 1 && read_integer(PyList_GET_ITEM(shape, 0), columns);
 }
 
-// (input, residual or None, normalized_shape, weight, bias, eps, centred) -> output, or (output, sum).
+// (input, residual or None, normalized_shape, weight, bias, eps, centred, weight_offset, round_before_weight) ->
+// output, or (output, sum).
 PyObject* norm(PyObject* const* arguments, Py_ssize_t) {
   const NativeTensor* input = read(arguments[0]);
   NativeTensor residual, weight, bias;
   int64_t columns;
-  double eps;
-  bool centred;
+  double eps, weight_offset;
+  bool centred, round_before_weight;
   if (!input || input->dim() == 0 || !input->is_contiguous()) return nullptr;
   if (!read_optional(arguments[1], residual) || !read_columns(arguments[2], columns)) return nullptr;
   if (!read_optional(arguments[3], weight) || !read_optional(arguments[4], bias)) return nullptr;
-  if (!read_flag(arguments[6], centred)) return nullptr;
+  if (!read_flag(arguments[6], centred) || !read_number(arguments[7], weight_offset)) return nullptr;
+  if (!read_flag(arguments[8], round_before_weight)) return nullptr;
+  if (weight_offset != 0 && !weight.defined()) return nullptr;
   if (arguments[5] == Py_None && !centred)  // as torch's
     eps = input->scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
                                               : std::numeric_limits<float>::epsilon();
@@ -92,8 +95,9 @@ PyObject* norm(PyObject* const* arguments, Py_ssize_t) {
   NativeTensor output, sum, mean, rstd;
   {
     const WithoutPython free;
-    const auto results = forward(stable(matrix(*input)), added ? Maybe(stable(matrix(residual))) : std::nullopt,
-                                 maybe(weight), maybe(bias), std::nullopt, eps, 0.0, centred);
+    const auto results =
+        forward(stable(matrix(*input)), added ? Maybe(stable(matrix(residual))) : std::nullopt, maybe(weight),
+                maybe(bias), std::nullopt, eps, 0.0, centred, weight_offset, round_before_weight);
     output = shaped(std::get<0>(results), *input);
     if (added) sum = shaped(std::get<1>(results), *input);
     mean = native(std::get<2>(results)), rstd = native(std::get<3>(results));
@@ -106,7 +110,7 @@ PyObject* norm(PyObject* const* arguments, Py_ssize_t) {
                 .saved = {weight, bias, *input},
                 .saved_results = {},
                 .kept = {mean, rstd},
-                .numbers = {eps, static_cast<double>(centred)}});
+                .numbers = {eps, static_cast<double>(centred), weight_offset}});
     return wrap(output);
   }
   if (wanted({input, &residual, &weight, &bias})) {
@@ -117,7 +121,7 @@ PyObject* norm(PyObject* const* arguments, Py_ssize_t) {
                   .saved = {weight, bias},
                   .saved_results = {},
                   .kept = {mean, rstd},
-                  .numbers = {eps, static_cast<double>(centred)}};
+                  .numbers = {eps, static_cast<double>(centred), weight_offset}};
     if (varies) record.results.push_back(sum), record.saved_results.push_back(1);
     else record.saved.push_back(sum);
     remember(std::move(record));
@@ -125,7 +129,7 @@ PyObject* norm(PyObject* const* arguments, Py_ssize_t) {
   return tuple({wrap(output), wrap(sum)});
 }
 
-SK_FRONT(layer_norm, 7, norm)
+SK_FRONT(layer_norm, 9, norm)
 
 }  // namespace
 }  // namespace seqkern::direct

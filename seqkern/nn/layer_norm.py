@@ -50,6 +50,11 @@ class LayerNorm(torch.nn.LayerNorm):
 class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` on seqkern's kernels: constructor, state_dict and meaning are torch's.
 
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as `torch.nn.RMSNorm`.
+        weight_offset: added to the weight, which begins at 1 - weight_offset: 1.0 is Gemma's.
+        round_before_weight: as `seqkern.rms_norm`: True is Llama's.
+
     Shape: input (*, *normalized_shape), output the same. See `seqkern.rms_norm` for dtypes and errors.
 
     Example:
@@ -59,6 +64,9 @@ class RMSNorm(torch.nn.RMSNorm):
         torch.Size([2, 8])
     """
 
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+
     @explicit
     def __init__(
         self,
@@ -67,16 +75,29 @@ class RMSNorm(torch.nn.RMSNorm):
         elementwise_affine: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        round_before_weight: bool = False,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
             refuse(RMSNorm.__init__, unexpected, "RMSNorm")
+        _begin(self, elementwise_affine, weight_offset, round_before_weight)
         super().__init__(_sizes(normalized_shape), eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        _reset(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_proxy(x):
             return record_module(self, {"x": x})
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return rms_norm(
+            x, self.normalized_shape, self.weight, self.eps,
+            weight_offset=self.weight_offset, round_before_weight=self.round_before_weight,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _flavour(self)
 
 
 class AddLayerNorm(torch.nn.LayerNorm):
@@ -131,6 +152,7 @@ class AddRMSNorm(torch.nn.RMSNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as `torch.nn.RMSNorm`.
+        weight_offset, round_before_weight: as `seqkern.nn.RMSNorm`.
         dropout: the probability that an element of the input is dropped in training mode.
 
     Shape: input and residual (*, *normalized_shape); returns (normalised, new_residual), both the same. Without a
@@ -144,6 +166,9 @@ class AddRMSNorm(torch.nn.RMSNorm):
         >>> y, x = norm(torch.randn(2, 8), x)
     """
 
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+
     @explicit
     def __init__(
         self,
@@ -154,20 +179,51 @@ class AddRMSNorm(torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         dropout: float = 0.0,
+        weight_offset: float = 0.0,
+        round_before_weight: bool = False,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
             refuse(AddRMSNorm.__init__, unexpected, "AddRMSNorm")
+        _begin(self, elementwise_affine, weight_offset, round_before_weight)
         super().__init__(_sizes(normalized_shape), eps, elementwise_affine, device, dtype)
         self.dropout = _probability("AddRMSNorm", dropout)
+
+    def reset_parameters(self) -> None:
+        _reset(self)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if is_proxy(input):
             return record_module(self, {"input": input, "residual": residual})
-        return add_rms_norm(input, residual, self.normalized_shape, self.weight, self.eps, self.dropout, self.training)
+        return add_rms_norm(
+            input, residual, self.normalized_shape, self.weight, self.eps, self.dropout, self.training,
+            weight_offset=self.weight_offset, round_before_weight=self.round_before_weight,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dropout={self.dropout}"
+        return f"{super().extra_repr()}, dropout={self.dropout}{_flavour(self)}"
+
+
+def _begin(
+    module: RMSNorm | AddRMSNorm, elementwise_affine: bool, weight_offset: float, round_before_weight: bool
+) -> None:
+    """Sets the options, before torch's constructor, which calls reset_parameters."""
+    if weight_offset and not elementwise_affine:
+        raise ValueError(
+            f"{type(module).__name__}: weight_offset = {weight_offset} needs a weight, got elementwise_affine=False"
+        )
+    object.__setattr__(module, "weight_offset", weight_offset)
+    object.__setattr__(module, "round_before_weight", round_before_weight)
+
+
+def _reset(module: RMSNorm | AddRMSNorm) -> None:
+    if module.elementwise_affine:
+        torch.nn.init.constant_(module.weight, 1 - module.weight_offset)
+
+
+def _flavour(module: RMSNorm | AddRMSNorm) -> str:
+    shown = "" if module.weight_offset == 0 else f", weight_offset={module.weight_offset}"
+    return shown + (", round_before_weight=True" if module.round_before_weight else "")
 
 
 def _sizes(normalized_shape: int | Sequence[int]) -> Any:

@@ -34,7 +34,7 @@ class _Layer(torch.nn.Module):
 
     @activation_relu_or_gelu.setter
     def activation_relu_or_gelu(self, value: int) -> None:
-        pass
+        self.__dict__["activation_relu_or_gelu"] = value  # for torch's class, should it become one again
 
     def _add_norm(self, x: Tensor, sublayer: Tensor, drop: Any, norm: Any) -> tuple[Tensor, Tensor]:
         """x + dropout(sublayer), and its norm."""
@@ -152,6 +152,11 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     ) -> Tensor:
         if unexpected:
             refuse(TransformerEncoderLayer.forward, unexpected, "TransformerEncoderLayer")
+        if src.is_nested and src.layout is torch.strided:  # from a stack of torch's, a subclass of it
+            rows = src.unbind()
+            lengths = torch.tensor([len(row) for row in rows], device=src.device)
+            padded = self.forward(src.to_padded_tensor(0.0), src_mask, None, is_causal, key_lengths=lengths)
+            return torch.nested.as_nested_tensor([y[: len(row)] for y, row in zip(padded, rows, strict=True)])
         options: dict[str, Any] = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
         options |= {"is_causal": is_causal}
         if key_lengths is not None or cache is not None:

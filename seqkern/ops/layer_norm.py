@@ -75,7 +75,7 @@ def layer_norm(
         True
     """
     if fast():
-        output: Tensor | None = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True)
+        output: Tensor | None = _direct.layer_norm(input, None, normalized_shape, weight, bias, eps, True, 0.0, False)
         if output is not None and not unexpected:
             return output
     transforms_active()  # refuses before the compiler looks at a tensor
@@ -94,18 +94,28 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
     **unexpected: NoReturn,
 ) -> Tensor:
-    """Root mean square normalisation: exactly `torch.nn.functional.rms_norm`'s meaning.
+    """Root mean square normalisation: `torch.nn.functional.rms_norm`, and the flavours of Llama and of Gemma.
 
     output = weight * x / sqrt(mean(x^2) + eps), the mean over the dimensions of `normalized_shape`, in float32 (float64
-    for float64).
+    for float64) and rounded once. In 16 bits models differ, bit for bit:
+
+        torch, OLMo 2         round(weight * x / rms)
+        Llama, Qwen, T5       round(weight * round(x / rms))     round_before_weight=True
+        Gemma                 round((1 + weight) * x / rms)      weight_offset=1.0
 
     Args:
         input: shape (..., *normalized_shape); float64, float32, bfloat16 or float16. Rows may be strided.
         normalized_shape: the trailing dimensions to normalise over, at least one; a number for the last alone.
         weight: shape normalized_shape, or None for ones. Any floating dtype.
         eps: added to the mean square; None for the smallest step of float32 (of float64 for float64).
+        weight_offset: added to the weight, in the dtype of the statistics. Needs a weight.
+        round_before_weight: the normalised rows are rounded to the input's dtype before the weight multiplies them. The
+            gradients are those of the unrounded ones.
 
     Returns:
         A contiguous tensor of the input's shape and dtype.
@@ -122,7 +132,9 @@ def rms_norm(
         True
     """
     if fast():
-        output: Tensor | None = _direct.layer_norm(input, None, normalized_shape, weight, None, eps, False)
+        output: Tensor | None = _direct.layer_norm(
+            input, None, normalized_shape, weight, None, eps, False, weight_offset, round_before_weight
+        )
         if output is not None and not unexpected:
             return output
     transforms_active()  # refuses before the compiler looks at a tensor
@@ -133,8 +145,11 @@ def rms_norm(
     if eps is None:
         eps = _default_eps(input)
     if _is_number(normalized_shape):
-        return rms_norm(input, (normalized_shape,), weight, eps)
-    return _norm("rms_norm", input, normalized_shape, weight, None, eps, False)
+        normalized_shape = (normalized_shape,)
+    _check_flavour("rms_norm", weight, weight_offset, round_before_weight)
+    return _norm(
+        "rms_norm", input, normalized_shape, weight, None, eps, False, float(weight_offset), bool(round_before_weight)
+    )
 
 
 @explicit
@@ -199,6 +214,8 @@ def add_rms_norm(
     training: bool = True,
     *,
     seed: Tensor | int | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
     **unexpected: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and RMS norm in one pass: `add_layer_norm` with the norm of `rms_norm`.
@@ -206,7 +223,7 @@ def add_rms_norm(
     Args:
         input, residual: shape (..., *normalized_shape), of one dtype: float64, float32, bfloat16 or float16. residual
             may be None, as `add_layer_norm`.
-        normalized_shape, weight, eps: as `rms_norm`.
+        normalized_shape, weight, eps, weight_offset, round_before_weight: as `rms_norm`.
         dropout_p, training, seed: as `add_layer_norm`.
 
     Returns:
@@ -229,7 +246,11 @@ def add_rms_norm(
     if unexpected:
         refuse(add_rms_norm, unexpected)
     dropped = dropout_p if training else 0.0
-    return _add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False)
+    _check_flavour("add_rms_norm", weight, weight_offset, round_before_weight)
+    return _add_norm(
+        "add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropped, seed, False,
+        float(weight_offset), bool(round_before_weight),
+    )  # fmt: skip
 
 
 def cost(
@@ -288,6 +309,15 @@ def _check(
     return shape
 
 
+def _check_flavour(op: str, weight: Tensor | None, weight_offset: Any, round_before_weight: Any) -> None:
+    if not isinstance(weight_offset, numbers.Real):
+        raise TypeError(f"{op}: weight_offset must be a number, got {weight_offset!r}")
+    if not isinstance(round_before_weight, bool):
+        raise TypeError(f"{op}: round_before_weight must be True or False, got {round_before_weight!r}")
+    if weight_offset and weight is None:
+        raise ValueError(f"{op}: weight_offset = {weight_offset} needs a weight, got None")
+
+
 def _check_residual(op: str, input: Tensor, residual: Tensor | None, dropout_p: float) -> None:
     transforms_active()  # refuses before the compiler looks at a tensor, when it compiles this function alone
     if dropout_p is None or isinstance(dropout_p, str):
@@ -336,18 +366,21 @@ def _norm(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
 ) -> Tensor:
     if isinstance(input, Tensor) and input.is_nested:
 
         def of_rows(rows: Tensor) -> Tensor:
-            return _norm(op, rows, normalized_shape, weight, bias, eps, centred)
+            return _norm(op, rows, normalized_shape, weight, bias, eps, centred, weight_offset, round_before_weight)
 
         nested: Tensor = of_jagged(op, of_rows, len(normalized_shape), input=input)
         return nested
     shape = _check(op, input, normalized_shape, weight, bias, eps)
     if input.is_cuda and torch.is_autocast_enabled("cuda"):  # as torch's ops: float32 there, no change on CPU
         input, weight, bias = _widen(input), _widen(weight), _widen(bias)
-    arguments = LayerNorm(input, None, weight, bias, None, eps, 0.0, centred, len(shape))
+    options = (eps, 0.0, centred, weight_offset, round_before_weight, len(shape))
+    arguments = LayerNorm(input, None, weight, bias, None, *options)
     if backend_for(op, input) == "reference":
         return _formula(arguments)
     output: Tensor = apply(_LayerNorm, _LayerNormEager, wants_gradient(input, weight, bias), *arguments)[0]
@@ -365,20 +398,25 @@ def _add_norm(
     dropout_p: float,
     seed: Tensor | int | None,
     centred: bool,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if eps is None and not centred:
         eps = _default_eps(input)
     if dropout_p == 0 and fast():
-        results = _direct.layer_norm(input, residual, normalized_shape, weight, bias, eps, centred)
+        results = _direct.layer_norm(
+            input, residual, normalized_shape, weight, bias, eps, centred, weight_offset, round_before_weight
+        )
         if results is not None:
             return results if residual is not None else (results, input)
     transforms_active()  # refuses before the compiler looks at a tensor
+    flavour = (centred, weight_offset, round_before_weight)
     if _is_number(normalized_shape):
-        return _add_norm(op, input, residual, (normalized_shape,), weight, bias, eps, dropout_p, seed, centred)
+        normalized_shape = (normalized_shape,)
     if isinstance(input, Tensor) and input.is_nested:
 
         def of_rows(rows: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return _add_norm(op, rows, added, normalized_shape, weight, bias, eps, dropout_p, seed, centred)
+            return _add_norm(op, rows, added, normalized_shape, weight, bias, eps, dropout_p, seed, *flavour)
 
         tensors = {"input": input} if residual is None else {"input": input, "residual": residual}
         nested: tuple[Tensor, Tensor] = of_jagged(op, of_rows, len(normalized_shape), **tensors)
@@ -388,7 +426,7 @@ def _add_norm(
     seed = _check_seed(op, seed, input) if dropout_p else None
     if residual is None and dropout_p:
         residual = torch.zeros_like(input)  # dropout is part of the addition
-    arguments = LayerNorm(input, residual, weight, bias, seed, eps, dropout_p, centred, len(shape))
+    arguments = LayerNorm(input, residual, weight, bias, seed, eps, dropout_p, *flavour, len(shape))
     if backend_for(op, input) == "reference":
         results = _formula(arguments)
         output, total = results if residual is not None else (results, input)
@@ -418,10 +456,11 @@ def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
 def _formula(norm: LayerNorm) -> Any:
     """The reference on tensors of any shape: the output, and the sum when there is a residual."""
     x, weight, bias = _matrix(norm.input, norm.dims), _vector(norm.weight), _vector(norm.bias)
+    flavour = (norm.centred, norm.weight_offset, norm.round_before_weight)
     if norm.residual is None:
-        return reference.layer_norm(x, weight, bias, norm.eps, norm.centred).reshape(norm.input.shape)
+        return reference.layer_norm(x, weight, bias, norm.eps, *flavour).reshape(norm.input.shape)
     results = reference.add_layer_norm(
-        x, _matrix(norm.residual, norm.dims), weight, bias, norm.seed, norm.eps, norm.dropout_p, norm.centred
+        x, _matrix(norm.residual, norm.dims), weight, bias, norm.seed, norm.eps, norm.dropout_p, *flavour
     )
     return tuple(t.reshape(norm.input.shape) for t in results)
 
@@ -452,11 +491,13 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         dropout_p: float,
         centred: bool,
+        weight_offset: float,
+        round_before_weight: bool,
         dims: int,
     ) -> Any:
         matrices = (_matrix(input, dims), None if residual is None else _matrix(residual, dims))
         output, total, mean, rstd = kernel("layer_norm_fwd", input)(
-            *matrices, _vector(weight), _vector(bias), seed, eps, dropout_p, centred
+            *matrices, _vector(weight), _vector(bias), seed, eps, dropout_p, centred, weight_offset, round_before_weight
         )
         return _shaped(output, input.shape), total if residual is None else _shaped(total, input.shape), mean, rstd
 
@@ -495,8 +536,8 @@ class _LayerNorm(torch.autograd.Function):
         grad_residual, grad_input, grad_weight, grad_bias = apply(
             _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
             *LayerNormBackward(
-                grad_output, grad_sum if ctx.added else None, normalised, weight, bias, mean, rstd, seed, *numbers,
-                needs[2], needs[3],
+                grad_output, grad_sum if ctx.added else None, normalised, weight, bias, mean, rstd, seed, numbers.eps,
+                numbers.dropout_p, numbers.centred, numbers.weight_offset, numbers.dims, needs[2], needs[3],
             ),
         )  # fmt: skip
         grads = (grad_input if ctx.dropped else grad_residual, grad_residual, grad_weight, grad_bias)
@@ -544,14 +585,16 @@ class _LayerNormBackward(torch.autograd.Function):
         eps: float,
         dropout_p: float,
         centred: bool,
+        weight_offset: float,
         dims: int,
         need_weight: bool,
         need_bias: bool,
     ) -> Any:
         grads = (_matrix(grad_output, dims), None if grad_sum is None else _matrix(grad_sum, dims))
         grad_residual, grad_input, grad_weight, grad_bias = kernel("layer_norm_bwd", input)(
-            *grads, _matrix(input, dims), mean, rstd, _vector(weight), seed, dropout_p, centred, need_weight, need_bias
-        )
+            *grads, _matrix(input, dims), mean, rstd, _vector(weight), seed, dropout_p, centred, weight_offset,
+            need_weight, need_bias,
+        )  # fmt: skip
         # The sums come in the accumulation dtype: each is rounded once, to its own parameter's.
         if weight is not None and need_weight:
             grad_weight = _shaped(grad_weight, weight.shape).to(weight.dtype)
@@ -581,7 +624,8 @@ class _LayerNormBackward(torch.autograd.Function):
         seed, dims = passed.seed, passed.dims
 
         def norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-            return _formula(LayerNorm(input, None, weight, bias, None, passed.eps, 0.0, passed.centred, dims))
+            options = (passed.eps, 0.0, passed.centred, passed.weight_offset, False, dims)
+            return _formula(LayerNorm(input, None, weight, bias, None, *options))
 
         def grads(
             grad_output: Tensor, grad_sum: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -630,7 +674,7 @@ def _backward_of_node(
 
     They are differentiable again. What was kept is found again where it is not there, or of other rows.
     """
-    (grad_output, *grad_sum), (eps, centred) = grads, numbers
+    (grad_output, *grad_sum), (eps, centred, weight_offset) = grads, numbers
     *need_terms, need_weight, need_bias = needs
     total = grad_sum[0] if grad_sum else None
     if grad_output is None:  # the sum alone was used
@@ -639,12 +683,14 @@ def _backward_of_node(
     assert normalised is not None
     with torch.no_grad():
         flat = _matrix(normalised, 1)
-        _, _, mean, rstd = kernel("layer_norm_fwd", flat)(flat, None, None, None, None, eps, 0.0, bool(centred))
+        _, _, mean, rstd = kernel("layer_norm_fwd", flat)(
+            flat, None, None, None, None, eps, 0.0, bool(centred), 0.0, False
+        )
     grad, _, grad_weight, grad_bias = apply(
         _LayerNormBackward, _LayerNormBackwardEager, torch.is_grad_enabled(),
         *LayerNormBackward(
-            grad_output, total, normalised, weight, bias, mean, rstd, None, eps, 0.0, bool(centred), 1, need_weight,
-            need_bias,
+            grad_output, total, normalised, weight, bias, mean, rstd, None, eps, 0.0, bool(centred), weight_offset, 1,
+            need_weight, need_bias,
         ),
     )  # fmt: skip
     return [
@@ -674,6 +720,8 @@ def _(
     eps: float,
     dropout_p: float,
     centred: bool,
+    weight_offset: float,
+    round_before_weight: bool,
 ) -> Any:
     rows, dtype = input.shape[0], _statistics_dtype(input)
     return (
@@ -695,6 +743,7 @@ def _(
     seed: Tensor | None,
     dropout_p: float,
     centred: bool,
+    weight_offset: float,
     need_weight: bool,
     need_bias: bool,
 ) -> Any:

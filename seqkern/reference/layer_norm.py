@@ -13,16 +13,27 @@ from seqkern.reference.dropout import dropout
 
 
 def layer_norm(
-    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, centred: bool = True
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    centred: bool = True,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
 ) -> Tensor:
-    """weight * (x - mean) / sqrt(var + eps) + bias; not centred: weight * x / sqrt(mean(x^2) + eps) + bias."""
+    """weight * (x - mean) / sqrt(var + eps) + bias; not centred: weight * x / sqrt(mean(x^2) + eps) + bias.
+
+    `weight_offset` is added to the weight. `round_before_weight`: what the weight multiplies has the input's dtype.
+    """
     accumulate = torch.promote_types(input.dtype, torch.float32)
     x = input.to(accumulate)
     centre = x - x.mean(-1, keepdim=True) if centred else x
     variance = centre.square().mean(-1, keepdim=True)
     output = centre * torch.rsqrt(variance + eps)
+    if round_before_weight:
+        output = output.to(input.dtype).to(accumulate)
     if weight is not None:
-        output = output * weight.to(accumulate)
+        output = output * (weight.to(accumulate) + weight_offset)
     if bias is not None:
         output = output + bias.to(accumulate)
     return output.to(input.dtype)
@@ -37,7 +48,9 @@ def add_layer_norm(
     eps: float,
     dropout_p: float,
     centred: bool = True,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The norm of dropout(input) + residual, and that sum; matrices."""
     total = (input if seed is None else dropout(input, seed, dropout_p)) + residual
-    return layer_norm(total, weight, bias, eps, centred), total
+    return layer_norm(total, weight, bias, eps, centred, weight_offset, round_before_weight), total

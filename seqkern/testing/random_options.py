@@ -155,13 +155,17 @@ def _packed(rng: random.Random) -> tuple[dict[str, Any], Case]:
 def _norm(rng: random.Random) -> tuple[dict[str, Any], Case]:
     options: dict[str, Any] = {"rows": rng.choice(LENGTHS), "columns": rng.choice((*LENGTHS, 257, 768))}
     options |= _options(rng, 0.3, mean=(1.0, 30.0), std=(0.01, 10.0)) | {"centred": rng.random() < 0.5}
-    return options, layer_norm_case(**options)
+    return options | (flavour := _flavour(rng, options)), layer_norm_case(**options, **flavour)
 
 
 def _add_norm(rng: random.Random) -> tuple[dict[str, Any], Case]:
     options: dict[str, Any] = {"rows": rng.choice(LENGTHS), "columns": rng.choice((*LENGTHS, 257, 768))}
     options |= {"dropout_p": rng.choice((0.0, 0.1, 0.5)), "centred": rng.random() < 0.5}
-    return options, add_layer_norm_case(**options)
+    return options | (flavour := _flavour(rng, options)), add_layer_norm_case(**options, **flavour)
+
+
+def _flavour(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    return {} if options["centred"] else _options(rng, 0.3, weight_offset=(1.0,), round_before_weight=(True,))
 
 
 def _rnn(rng: random.Random) -> tuple[dict[str, Any], Case]:

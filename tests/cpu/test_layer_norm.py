@@ -527,15 +527,15 @@ def test_opcheck(make):
     x, (weight, bias), seed = make(), parameters(7, torch.float32), torch.tensor(5)
     forward, backward = torch.ops.seqkern.layer_norm_fwd.default, torch.ops.seqkern.layer_norm_bwd.default
     for arguments in (
-        (x, None, weight, bias, None, 1e-5, 0.0, True),
-        (x, None, None, None, None, 1e-5, 0.0, False),
-        (x, make(), weight, None, None, 1e-5, 0.0, False),
-        (x, make(), weight, bias, seed, 1e-5, 0.3, True),
+        (x, None, weight, bias, None, 1e-5, 0.0, True, 0.0, False),
+        (x, None, None, None, None, 1e-5, 0.0, False, 0.0, False),
+        (x, make(), weight, None, None, 1e-5, 0.0, False, 1.0, True),
+        (x, make(), weight, bias, seed, 1e-5, 0.3, True, 0.5, False),
     ):
         torch.library.opcheck(forward, arguments)
         _, total, mean, rstd = forward(*arguments)
         normalised = x if arguments[1] is None else total
-        rest = (normalised, mean, rstd, arguments[2], arguments[4], *arguments[6:])
+        rest = (normalised, mean, rstd, arguments[2], arguments[4], *arguments[6:9])
         for grad in (make(), torch.ones(()).expand(x.shape)):
             for flags in ((True, True), (False, False)):
                 # Traced, which takes longest, with either gradient and with either pair of flags.
@@ -769,13 +769,24 @@ def test_errors_name_the_argument(error, words, call):
         ("seed must have one element, got 2", {"residual": X, "seed": torch.tensor([1, 2]), "dropout_p": 0.5}),
         ("dropout_p = 0.5 needs a seed", {"residual": X, "dropout_p": 0.5}),
         ("dropout needs a residual", {"seed": torch.tensor(1), "dropout_p": 0.5}),
+        ("round_before_weight is RMS norm's alone", {"round_before_weight": True}),
         ("dropout_p must be a probability", {"residual": X, "seed": torch.tensor(1), "dropout_p": 1.5}),
     ],
 )
 def test_the_op_itself_guards_its_pointers(words, arguments):
-    rest = {"residual": None, "weight": None, "bias": None, "seed": None, "eps": 1e-5, "dropout_p": 0.0}
+    rest = {
+        "residual": None,
+        "weight": None,
+        "bias": None,
+        "seed": None,
+        "eps": 1e-5,
+        "dropout_p": 0.0,
+        "weight_offset": 0.0,
+    }
     with pytest.raises(RuntimeError, match=f"layer_norm_fwd: {words}"):
-        torch.ops.seqkern.layer_norm_fwd(**{"input": X, **rest, "centred": True, **arguments})
+        torch.ops.seqkern.layer_norm_fwd(
+            **{"input": X, "round_before_weight": False, **rest, "centred": True, **arguments}
+        )
 
 
 def test_unavailable_backends_raise(monkeypatch):

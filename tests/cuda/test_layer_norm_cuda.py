@@ -54,6 +54,8 @@ class NormCase:
         pad: int = 0,
         mean: float = 0.0,
         seed: int = 2**40 + 7,
+        weight_offset: float = 0.0,
+        round_before_weight: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(rows * 1009 + columns)
 
@@ -69,7 +71,7 @@ class NormCase:
         self.weight, self.bias = vector(weight), vector(bias)
         self.seed = None if dropout_p is None else torch.tensor([seed])
         self.dropout_p = dropout_p or 0.0
-        self.centred, self.needs = centred, needs
+        self.centred, self.needs, self.flavour = centred, needs, (weight_offset, round_before_weight)
         self.grad_output, self.grad_sum = matrix(), matrix() if grad_sum else None
 
     def run(self, ops: object, device: str = "cpu", eps: float = 1e-5) -> dict[str, Tensor]:
@@ -77,11 +79,13 @@ class NormCase:
         tensors = [moved(t, device) for t in (self.input, self.residual, self.weight, self.bias, self.seed)]
         input, residual, weight, bias, seed = tensors
         before = [None if t is None else t.clone() for t in tensors]
-        forward = ops.layer_norm_fwd(input, residual, weight, bias, seed, eps, self.dropout_p, self.centred)
+        forward = ops.layer_norm_fwd(
+            input, residual, weight, bias, seed, eps, self.dropout_p, self.centred, *self.flavour
+        )
         _, total, mean, rstd = forward
         backward = ops.layer_norm_bwd(
             moved(self.grad_output, device), moved(self.grad_sum, device), input if residual is None else total, mean,
-            rstd, weight, seed, self.dropout_p, self.centred, *self.needs,
+            rstd, weight, seed, self.dropout_p, self.centred, self.flavour[0], *self.needs,
         )  # fmt: skip
         assert all(
             a is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, tensors, strict=True)
@@ -91,7 +95,7 @@ class NormCase:
     def exact(self, total: Tensor, eps: float = 1e-5) -> dict[str, Tensor]:
         """The equations in float64, of the rounded sum that the kernels normalise."""
         x = (total if self.residual is not None else self.input).double()
-        weight = None if self.weight is None else self.weight.double()
+        weight = None if self.weight is None else self.weight.double() + self.flavour[0]
         bias = None if self.bias is None else self.bias.double()
         mean = x.mean(1) if self.centred else x.new_zeros(len(x))
         d = x - mean[:, None]
@@ -313,16 +317,18 @@ def check_refusals(device: str) -> None:
     x, row = torch.randn(4, 8, device=device), torch.randn(4, device=device)
     seed = torch.tensor([1], device=device)
     forward, backward = torch.ops.seqkern_cuda.layer_norm_fwd, torch.ops.seqkern_cuda.layer_norm_bwd
+    plain, drop = (1e-5, 0.0, True, 0.0, False), (1e-5, 0.5, True, 0.0, False)
     for words, call in (
-        ("input must have 2 dimensions, got 1", lambda: forward(row, None, None, None, None, 1e-5, 0.0, True)),
-        ("weight must have size 8 in dimension 0", lambda: forward(x, None, row, None, None, 1e-5, 0.0, True)),
-        ("residual must have ScalarType", lambda: forward(x, x.double(), None, None, None, 1e-5, 0.0, True)),
-        ("dropout needs a residual", lambda: forward(x, None, None, None, seed, 1e-5, 0.5, True)),
-        ("needs a seed", lambda: forward(x, x, None, None, None, 1e-5, 0.5, True)),
-        ("must be a probability", lambda: forward(x, x, None, None, seed, 1e-5, 1.5, True)),
-        ("rstd must have size 4", lambda: backward(x, None, x, row, row[:3], None, None, 0.0, True, True, True)),
+        ("input must have 2 dimensions, got 1", lambda: forward(row, None, None, None, None, *plain)),
+        ("weight must have size 8 in dimension 0", lambda: forward(x, None, row, None, None, *plain)),
+        ("residual must have ScalarType", lambda: forward(x, x.double(), None, None, None, *plain)),
+        ("dropout needs a residual", lambda: forward(x, None, None, None, seed, *drop)),
+        ("round_before_weight is RMS norm's", lambda: forward(x, None, None, None, None, 1e-5, 0.0, True, 0.0, True)),
+        ("needs a seed", lambda: forward(x, x, None, None, None, *drop)),
+        ("must be a probability", lambda: forward(x, x, None, None, seed, 1e-5, 1.5, *plain[2:])),
+        ("rstd must have size 4", lambda: backward(x, None, x, row, row[:3], None, None, 0.0, True, 0.0, True, True)),
         ("mean must have ScalarType",
-         lambda: backward(x, None, x, row.double(), row, None, None, 0.0, True, True, True)),
+         lambda: backward(x, None, x, row.double(), row, None, None, 0.0, True, 0.0, True, True)),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=words):
             call()

@@ -55,7 +55,7 @@ def groups() -> None:
         ones = torch.ones(rows)
         for cache in (1 << 30,) if rows == 5 else (0, 1 << 30):
             room = kernels.Room(2, 2, cache)
-            arguments = (dy, None, x, 0 * ones, ones, None, None, 0.0, need_weight, need_bias, room)
+            arguments = (dy, None, x, 0 * ones, ones, None, None, 0.0, 0.0, need_weight, need_bias, room)
             with poison():
                 (_, _, *grads), plan = kernels._plan_backward(kernels.Memory(), *arguments)
                 common.run(plan, x.device)
@@ -73,7 +73,7 @@ def programs() -> None:
     kernels = importlib.import_module("seqkern.kernels.layer_norm")
     common = importlib.import_module("seqkern.kernels._common")
     x, weight, mean = torch.zeros(8192, 768, dtype=torch.bfloat16), torch.zeros(768), torch.zeros(8192)
-    arguments = (x, None, x, mean, mean, weight, None, 0.0, True, True)
+    arguments = (x, None, x, mean, mean, weight, None, 0.0, 0.0, True, True)
     for registers, at_once in ((40, 4), (96, 2), (128, 2), (129, 1), (255, 1)):
         with compile_only(90) as driver:
             properties = driver.device

@@ -4,6 +4,7 @@
 //   s = dropout(x) + residual, or x alone
 //   y = (s - mu) * rstd * weight + bias,  rstd = 1 / sqrt(var + eps)     Ba et al. 2016; Jurafsky & Martin 9.39-9.42
 //   y = s * rstd * weight + bias,  rstd = 1 / sqrt(mean(s^2) + eps)      not centred: Zhang & Sennrich 2019
+//   round_before_weight: s * rstd is rounded to the dtype there, as Llama's norm does; no gradient sees it
 //   ds = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * weight,  xhat = (s - mu) * rstd;  without the mean(g)
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 //
@@ -237,7 +238,9 @@ SK_INLINE Deviations<acc_t<T>> deviations(const T* x, int64_t columns, double ep
       first, second);
   const Vec<A> lanes = second.lanes();
   const A share = A(1) / A(columns), shift = Centred ? first.total() / A(columns) : A(0), square = shift * shift;
-  const A mean_square = sum_lanes<A>(lanes) * share, variance = mean_square < square ? A(0) : mean_square - square;
+  // RMS norm divides: to have the bits of the models' own, where the sum is exact.
+  const A sum = sum_lanes<A>(lanes), mean_square = Centred ? sum * share : sum / A(columns);
+  const A variance = mean_square < square ? A(0) : mean_square - square;
   if (Centred && !again && __builtin_expect(!(A(4) * square <= variance), 0))
     return deviations_again<T, Centred>(x, columns, eps, pivot + shift);
   if constexpr (sizeof(A) == 4) {
@@ -318,10 +321,11 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
     if (p.rstd) static_cast<A*>(p.rstd)[row] = rstd;
     if (!y) continue;
 
-    const auto second_pass = [&](auto affine, auto prefetch, auto in_order) {
+    const auto second_pass = [&](auto affine, auto prefetch, auto in_order, auto round) {
       constexpr bool Affine = decltype(affine)::value;       // with weight and bias; else with one or none
       constexpr bool kPrefetch = decltype(prefetch)::value;  // for the next row
       constexpr bool Ordered = decltype(in_order)::value;    // parameters in packet order
+      constexpr bool Round = decltype(round)::value;         // before the weight
       const auto beside = [](auto packet, const A* parameter) SK_INLINED {
         using U = decltype(packet);
         if constexpr (Ordered) return load_ordered<U>(parameter);
@@ -330,6 +334,7 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
       const auto normalise = [&](auto v, auto w, auto b) SK_INLINED {
         if constexpr (Centred) v = (v - pivot) * rstd + broadcast_as<decltype(v)>(offset);
         else v = v * rstd;
+        if constexpr (Round) v = rounded_as<T>(v);
         return v * w + b;
       };
       for_columns<A, Packet<T>>(
@@ -351,14 +356,17 @@ void forward_rows(const LayerNormForward& p, int64_t row_begin, int64_t row_end)
           });
     };
     const auto choose = [&](auto affine) {
-      const auto with = [&](auto prefetch) {
+      const auto with = [&](auto prefetch, auto round) {
         if constexpr (kInPairs<T>) {
-          if (in_order) return second_pass(affine, prefetch, std::true_type{});
+          if (in_order) return second_pass(affine, prefetch, std::true_type{}, round);
         }
-        second_pass(affine, prefetch, std::false_type{});
+        second_pass(affine, prefetch, std::false_type{}, round);
       };
-      if (ahead) with(std::true_type{});
-      else with(std::false_type{});
+      if constexpr (!Centred && sizeof(T) == 2) {
+        if (p.round_before_weight) return with(std::true_type{}, std::true_type{});  // prefetched or not: one instance
+      }
+      if (ahead) with(std::true_type{}, std::false_type{});
+      else with(std::false_type{}, std::false_type{});
     };
     if (weight && bias) choose(std::true_type{});
     else choose(std::false_type{});
@@ -598,23 +606,24 @@ void reduce(Dtype dtype, int64_t chunks, int64_t columns, const void* partial, v
 }
 
 template <class T, class A>
-void widen_to(int64_t count, const T* parameter, A* widened) {
+void widen_to(int64_t count, const T* parameter, A offset, A* widened) {
   int64_t c = 0;
   if constexpr (std::is_same<A, acc_t<T>>::value)
-    for (; c + W<A> <= count; c += W<A>) store(widened + c, load(parameter + c));
+    for (; c + W<A> <= count; c += W<A>) store(widened + c, load(parameter + c) + offset);
   for (; c < count; c += W<acc_t<T>>) {
     acc_t<T> lanes[W<acc_t<T>>];
     const int64_t n = count - c < W<acc_t<T>> ? count - c : W<acc_t<T>>;
     store(lanes, load_upto(parameter + c, n));
-    for (int64_t i = 0; i < n; ++i) widened[c + i] = static_cast<A>(lanes[i]);
+    for (int64_t i = 0; i < n; ++i) widened[c + i] = static_cast<A>(lanes[i]) + offset;
   }
 }
 
-void widen(Dtype dtype, Dtype from, int64_t count, const void* parameter, void* widened) {
+void widen(Dtype dtype, Dtype from, int64_t count, const void* parameter, double offset, void* widened) {
   if (dtype == Dtype::f64) {
-    SK_DISPATCH(from, widen_to(count, static_cast<const T*>(parameter), static_cast<double*>(widened)));
+    SK_DISPATCH(from, widen_to(count, static_cast<const T*>(parameter), offset, static_cast<double*>(widened)));
   } else {
-    SK_DISPATCH(from, widen_to(count, static_cast<const T*>(parameter), static_cast<float*>(widened)));
+    SK_DISPATCH(from, widen_to(count, static_cast<const T*>(parameter), static_cast<float>(offset),
+                               static_cast<float*>(widened)));
   }
 }
 

@@ -40,6 +40,7 @@ struct Backward {
   void *weight_parts, *bias_parts;           // parts x columns; null: not needed
   int64_t rows, columns, grad_output_stride, grad_sum_stride, input_stride, parts, rows_per_part;
   NormDropout dropout;
+  double weight_offset;
   bool weight_wide, aligned;
   int team_warps, blocks;  // warps of a block, blocks of a cluster
 };
@@ -70,9 +71,10 @@ template <class T, class A>
 SK_DEVICE void times_weight(const Backward& p, int64_t column, int count, bool aligned, const A (&dy)[kElements<T>],
                             A (&g)[kElements<T>]) {
   if (p.weight != nullptr) {
+    const A offset = static_cast<A>(p.weight_offset);
     load_parameter<T>(p.weight, p.weight_wide, column, count, aligned, g);
 #pragma unroll
-    for (int i = 0; i < kElements<T>; ++i) g[i] = product(g[i], dy[i]);
+    for (int i = 0; i < kElements<T>; ++i) g[i] = product(g[i] + offset, dy[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < kElements<T>; ++i) g[i] = dy[i];

@@ -45,7 +45,8 @@ struct Forward {
   int64_t rows, columns, input_stride, residual_stride;
   NormDropout dropout;
   double eps, inverse;  // 1 / columns
-  bool weight_wide, bias_wide, aligned;
+  double weight_offset;
+  bool round_before_weight, weight_wide, bias_wide, aligned;
   int team_warps, blocks;  // warps of a block, blocks of a cluster
 };
 
@@ -80,10 +81,15 @@ SK_DEVICE A rstd_of(A variance, A fit, A eps) {  // eps is lost beside a varianc
 template <class T, class A>
 SK_DEVICE void affine(const Forward& p, int64_t column, int count, bool aligned, A (&v)[kElements<T>]) {
   A parameter[kElements<T>];
+  const A offset = static_cast<A>(p.weight_offset);
+  if (p.round_before_weight) {
+#pragma unroll
+    for (int i = 0; i < kElements<T>; ++i) v[i] = widen(narrow<T>(v[i]));
+  }
   if (p.weight != nullptr) {
     load_parameter<T>(p.weight, p.weight_wide, column, count, aligned, parameter);
 #pragma unroll
-    for (int i = 0; i < kElements<T>; ++i) v[i] *= parameter[i];
+    for (int i = 0; i < kElements<T>; ++i) v[i] *= parameter[i] + offset;
   }
   if (p.bias != nullptr) {
     load_parameter<T>(p.bias, p.bias_wide, column, count, aligned, parameter);

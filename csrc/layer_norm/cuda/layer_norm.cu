@@ -172,7 +172,8 @@ void run_forward(const char* op, Dtype dtype, Forward& p, const Tensor& input) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const optional<Tensor>& residual,
                                                           const optional<Tensor>& weight, const optional<Tensor>& bias,
                                                           const optional<Tensor>& seed, double eps, double dropout_p,
-                                                          bool centred) {
+                                                          bool centred, double weight_offset,
+                                                          bool round_before_weight) {
   const char* op = "layer_norm_fwd";
   check_dim(input, 2, op, "input");
   const Dtype dtype = dtype_of(input, op, "input");
@@ -184,6 +185,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   const auto r = matrix_beside(residual, input, op, "residual");
   const NormDropout dropout = dropout_of(seed, dropout_p, input, op);
   SK_CHECK(r || dropout.seed == nullptr, op, ": dropout needs a residual");
+  SK_CHECK(!centred || !round_before_weight, op, ": round_before_weight is RMS norm's alone");
 
   Tensor output = allocate(x, {rows, columns}, input.scalar_type());
   Tensor sum = r ? allocate(x, {rows, columns}, input.scalar_type()) : allocate(x, {0}, input.scalar_type());
@@ -204,6 +206,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, c
   p.residual_stride = r ? r->stride(0) : 0;
   p.dropout = dropout;
   p.eps = eps;
+  p.weight_offset = weight_offset;
+  p.round_before_weight = round_before_weight;
   p.inverse = 1.0 / static_cast<double>(columns);
   p.weight_wide = w && w->scalar_type() == acc;
   p.bias_wide = b && b->scalar_type() == acc;
@@ -299,8 +303,8 @@ void run_backward(const char* op, Dtype dtype, Backward& p, Sums& sums, const Te
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const optional<Tensor>& grad_sum,
                                                           const Tensor& input, const Tensor& mean, const Tensor& rstd,
                                                           const optional<Tensor>& weight, const optional<Tensor>& seed,
-                                                          double dropout_p, bool centred, bool need_weight,
-                                                          bool need_bias) {
+                                                          double dropout_p, bool centred, double weight_offset,
+                                                          bool need_weight, bool need_bias) {
   const char* op = "layer_norm_bwd";
   check_dim(input, 2, op, "input");
   const Dtype dtype = dtype_of(input, op, "input");
@@ -337,6 +341,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_out
   p.grad_sum_stride = ds ? ds->stride(0) : 0;
   p.input_stride = x.stride(0);
   p.dropout = dropout;
+  p.weight_offset = weight_offset;
   p.weight_wide = w && w->scalar_type() == acc;
   p.aligned = in_vectors(dtype, columns, {p.grad_output, p.grad_sum, p.input, p.weight, p.grad_residual, p.grad_input},
                          {p.grad_output_stride, p.grad_sum_stride, p.input_stride});
