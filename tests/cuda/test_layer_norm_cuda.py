@@ -153,6 +153,18 @@ def check_error_rule(device: str, columns: tuple[int, ...] = (1, 3, 63, 64, 65, 
                 assert_passed(check_case(case, dtype, device=device), dtype, n, i)
 
 
+def check_flavours(device: str) -> None:
+    """RMS norms of models: an offset of the weight, a rounding before it."""
+    for dtype, (offset, rounds), columns in itertools.product(
+        FLOATS, ((0.0, True), (1.0, False), (0.5, True)), (64, 257)
+    ):
+        flavour = {"weight_offset": offset, "round_before_weight": rounds}
+        NormCase(5, columns, dtype, residual=True, centred=False, **flavour).check(device, dtype, columns, flavour)
+    for dtype in (torch.float32, torch.bfloat16):  # rows that are walked, and a weight in the rows' dtype
+        problem = NormCase(2, 8200, dtype, centred=False, weight=dtype, weight_offset=1.0, round_before_weight=True)
+        problem.check(device, dtype)
+
+
 def check_wide(device: str) -> None:
     """Rows for one block."""
     for dtype in FLOATS:
@@ -359,7 +371,14 @@ def test_executor_error_rule(simt):
 
 
 def test_executor_options_and_wide_rows(simt):
-    quick = ["check_options", "check_layouts", "check_same_mask", "check_rows_alone", "check_refusals"]
+    quick = [
+        "check_options",
+        "check_flavours",
+        "check_layouts",
+        "check_same_mask",
+        "check_rows_alone",
+        "check_refusals",
+    ]
     simt(HERE, *quick, *WIDE, seed=2)
 
 
