@@ -38,6 +38,12 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
   m.def("glu_fwd(Tensor gate, Tensor up, int activation) -> Tensor output");
   m.def("glu_bwd(Tensor grad_output, Tensor gate, Tensor up, int activation) -> (Tensor grad_gate, Tensor grad_up)");
 
+  // rope: csrc/rope, kernels/rope.py, seqkern/ops/rope.py
+  m.def(
+      "rope(Tensor query, Tensor? key, Tensor cos, Tensor sin, int sequence_dim, int rotary_dim, bool interleaved, "
+      "bool inverse) -> (Tensor query_out, Tensor key_out)");
+  m.def("rope_tables(Tensor positions, Tensor inv_freq, float scaling, bool wide) -> (Tensor cos, Tensor sin)");
+
   // rnn: csrc/rnn, kernels/rnn/rnn.py, seqkern/ops/rnn.py
   m.def(
       "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "

@@ -16,6 +16,7 @@ from seqkern.ops.glu import geglu, swiglu
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
+from seqkern.ops.rope import rope, rope_tables
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "rnn_relu_cell",
     "rnn_tanh",
     "rnn_tanh_cell",
+    "rope",
+    "rope_tables",
     "scaled_dot_product_attention",
     "swiglu",
     "use_backend",

@@ -36,6 +36,7 @@ ALL = (
         cuda_ops=("layer_norm_fwd", "layer_norm_bwd"),
     ),
     Slice(name="glu", ops=("glu_fwd", "glu_bwd"), functions=("swiglu", "geglu")),
+    Slice(name="rope", ops=("rope", "rope_tables"), functions=("rope",)),
     Slice(
         name="rnn",
         ops=("rnn_fwd", "rnn_bwd"),

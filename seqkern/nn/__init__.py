@@ -3,6 +3,7 @@
 from seqkern.nn.attention import AttentionCache, MultiheadAttention
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from seqkern.nn.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from seqkern.nn.rope import RotaryEmbedding
 from seqkern.nn.transformer import (
     Transformer,
     TransformerDecoder,
@@ -24,6 +25,7 @@ __all__ = [
     "MultiheadAttention",
     "RMSNorm",
     "RNNCell",
+    "RotaryEmbedding",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",

@@ -9,6 +9,7 @@ from seqkern.reference.glu import glu
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
 from seqkern.reference.rnn import rnn, rnn_step
 from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
+from seqkern.reference.rope import rope, rope_tables
 
 __all__ = [
     "add_layer_norm",
@@ -27,4 +28,6 @@ __all__ = [
     "lstm_cell",
     "rnn",
     "rnn_step",
+    "rope",
+    "rope_tables",
 ]

@@ -39,10 +39,12 @@ from seqkern.testing.glu import glu_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
 from seqkern.testing.rnn import ALL_OPTIONS, rnn_case
 from seqkern.testing.rnn_cell import rnn_cell_case
+from seqkern.testing.rope import rope_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "assert_passed", "attention_case", "attention_decode_case",
-    "check_case", "compare", "glu_case", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "run", "verify",
+    "check_case", "compare", "glu_case", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run",
+    "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -55,6 +57,7 @@ CASES: dict[str, Case] = {
     "add_rms_norm": add_layer_norm_case(centred=False),
     "swiglu": glu_case("swiglu"),
     "geglu": glu_case("geglu"),
+    "rope": rope_case(),
     "lstm": rnn_case("lstm"),
     "gru": rnn_case("gru"),
     "rnn_tanh": rnn_case("rnn_tanh"),
@@ -75,8 +78,8 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
-            "add_layer_norm", "add_rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with
-            "_cell" appended, "lstm_options" or "gru_options".
+            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "rope"; "lstm", "gru", "rnn_tanh", "rnn_relu", each of
+            these four also with "_cell" appended, "lstm_options" or "gru_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.
