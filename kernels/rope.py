@@ -138,7 +138,7 @@ def _plan_tables(memory, positions, inv_freq, scaling, wide):
 
 def explained(op, query, key=None, *_):
     """The launches of a call with all features turned; nothing is launched."""
-    query = query if query.dim() == 4 else query.reshape(1, 1, -1, query.size(-1))
+    query, key = (t if t is None or t.dim() == 4 else t.reshape(1, 1, -1, t.size(-1)) for t in (query, key))
     even = query.size(3) // 2 * 2
     tables = torch.empty((1, query.size(2), even // 2), dtype=accumulator(query.dtype), device="meta")
     with noted() as launches:

@@ -151,6 +151,17 @@ _NETWORK = {
     "nonlinearity": "call rnn_tanh or rnn_relu",
 }
 _NOT_LSTM = dict.fromkeys(("peephole", "peepholes", "return_all_c"), "lstm alone has it")
+_TABLES = {
+    **_use("theta", "base", "rope_theta"),
+    **_use("rotary_dim", "dim", "head_dim", "rotary_emb_dim"),
+    **_use("positions", "position_ids", "input_pos", "offset", "offsets", "seqlen_offsets"),
+}
+_ROPE = {
+    **_TABLES,
+    **_use("interleaved", "interleave", "neox", "is_neox_style"),
+    **_use("tables=(cos, sin)", "cos", "sin", "cos_sin", "cos_cached"),
+    **_use("sequence_dim", "seq_dim", "unsqueeze_dim"),
+}
 _CELL = {
     **_STATE,
     **_use("hx=(h, c)", "c0", "c_0", "c", "cx"),
@@ -194,6 +205,8 @@ HINTS: dict[str, dict[str, str]] = {
     "add_rms_norm": _NORM | _ADD | _RMS,
     "swiglu": _GLU,
     "geglu": _GLU,
+    "rope": _ROPE,
+    "rope_tables": _TABLES,
     "lstm": _NETWORK | _use("peepholes", "peephole"),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), _NETWORK | _NOT_LSTM),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _CELL),

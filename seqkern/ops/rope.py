@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,50 @@ from seqkern.ops._autograd import (
 )
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@overload
+def rope(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor | int = 0,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    tables: tuple[Tensor, Tensor] | None = None,
+    sequence_dim: int = -2,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rope(
+    query: Tensor,
+    key: None = None,
+    positions: Tensor | int = 0,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    tables: tuple[Tensor, Tensor] | None = None,
+    sequence_dim: int = -2,
+) -> tuple[Tensor, None]: ...
+@overload
+def rope(
+    query: Tensor,
+    key: Tensor | None = None,
+    positions: Tensor | int = 0,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    tables: tuple[Tensor, Tensor] | None = None,
+    sequence_dim: int = -2,
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 @explicit

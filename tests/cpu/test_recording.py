@@ -101,6 +101,8 @@ CALLS = {
     "rms_norm": (lambda f, x: f(x, (4,)), Q),
     "swiglu": (lambda f, x: f(x, x), Q),
     "geglu": (lambda f, x: f(x, x, "tanh"), Q),
+    "rope": (lambda f, x: f(x, x, 5, theta=100.0), Q),
+    "rope_tables": (lambda f, x: f(x, 4, scaling=0.5), STARTS),
     "add_layer_norm": (lambda f, x: f(x, x, (4,)), Q),
     "add_rms_norm": (lambda f, x: f(x, x, (4,), W[0]), Q),
     "lstm": (lambda f, x: f(x, None, [W, W, BIAS, BIAS]), Q[0]),

@@ -94,6 +94,10 @@ def geglu() -> tuple[Any, ...]:
     return seqkern.geglu, draw(3, 4), draw(3, 4)
 
 
+def rope() -> tuple[Any, ...]:
+    return lambda q, k: seqkern.rope(q, k, 3, theta=50.0, rotary_dim=2)[:2], draw(1, 2, 3, 4), draw(1, 1, 3, 4)
+
+
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -135,7 +139,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, layer_norm, rms_norm,
-        add_layer_norm, add_rms_norm, swiglu, geglu,
+        add_layer_norm, add_rms_norm, swiglu, geglu, rope,
     )
 }  # fmt: skip
 OPS |= {name: recurrent(name) for name in GATES} | {f"{name}_cell": cell(name) for name in GATES}

@@ -33,6 +33,8 @@ ARGUMENTS = {
     "add_rms_norm": (X, X, (4,)),
     "swiglu": (X, X),
     "geglu": (X, X),
+    "rope": (X[None], X[None]),
+    "rope_tables": (STARTS, 4),
     "lstm": (X, None, [torch.ones(16, 4), torch.ones(16, 4)]),
     "gru": (X, None, [torch.ones(12, 4), torch.ones(12, 4)]),
     "rnn_tanh": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),

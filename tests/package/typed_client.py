@@ -56,6 +56,10 @@ def gated() -> None:
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
     assert_type(seqkern.swiglu(gate, up), Tensor)
     assert_type(seqkern.geglu(gate, up, approximate="tanh"), Tensor)
+    assert_type(seqkern.rope(gate[None], gate[None], 3), Pair)
+    assert_type(seqkern.rope(gate[None], None, 3), tuple[Tensor, None])
+    assert_type(seqkern.rope_tables(torch.arange(3), 8), Pair)
+    assert_type(seqkern.nn.RotaryEmbedding(8).forward(gate[None]), tuple[Tensor, Tensor | None])
 
 
 def recurrent(wanted: bool) -> None:

@@ -113,6 +113,14 @@ def halves(op: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     getattr(seqkern, op)(gate, up, **options).sum().backward()
 
 
+def rope_calls(quick: bool) -> Iterator[Call]:
+    for interleaved, wide in [(False, False)] if quick else [(i, w) for i in (False, True) for w in (False, True)]:
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for dim, rotary_dim in [(128, 128)] if quick else [(2, 2), (64, 64), (80, 32), (256, 256)]:
+                case = testing.rope_case(dim=dim, rotary_dim=rotary_dim, interleaved=interleaved, wide=wide)
+                yield f"rope {dim} {rotary_dim} {interleaved} {wide} {dtype}", partial(through_autograd, case, dtype)
+
+
 def rnn_calls(quick: bool) -> Iterator[Call]:
     for name, case in rnn.CASES.items():
         if quick and name not in QUICK:
@@ -150,6 +158,7 @@ PARTS = {
     "attention": attention_calls,
     "layer_norm": norm_calls,
     "glu": glu_calls,
+    "rope": rope_calls,
     "rnn": rnn_calls,
     "rnn_cell": cell_calls,
 }
