@@ -68,6 +68,38 @@ def _rope_kernel(
         tl.store(target + column, tl.load(source + column, mask=rest, other=0.0), mask=rest)
 
 
+@triton.jit
+def _cos_sin(angle):
+    """Of float64 angles, as csrc/rope/cpu/kernels.cpp has them; the library's own calls a slow path for large ones."""
+    k = tl.floor(angle * 0.63661977236758134308 + 0.5)
+    r = angle - k * 1.57079632673412561417  # pi / 2 in three parts
+    r = r - k * 6.07710050630396597660e-11
+    r = r - k * 2.02226624879595063154e-21
+    z = r * r
+    s = 2.8114572543455207632e-15 * z - 7.6471637318198164759e-13  # 1 / 17!, -1 / 15!, ...
+    s = s * z + 1.6059043836821614599e-10
+    s = s * z - 2.5052108385441718775e-8
+    s = s * z + 2.7557319223985890653e-6
+    s = s * z - 1.9841269841269841270e-4
+    s = s * z + 8.3333333333333333333e-3
+    s = s * z - 0.16666666666666666667
+    s = r + r * (z * s)
+    c = 4.7794773323873852974e-14 * z - 1.1470745597729724714e-11  # 1 / 16!, -1 / 14!, ...
+    c = c * z + 2.0876756987868098979e-9
+    c = c * z - 2.7557319223985890653e-7
+    c = c * z + 2.4801587301587301587e-5
+    c = c * z - 1.3888888888888888889e-3
+    c = c * z + 4.1666666666666666667e-2
+    c = c * z - 0.5
+    c = c * z + 1.0
+    quarter = k - 4.0 * tl.floor(k * 0.25)
+    swap = (quarter == 1.0) | (quarter == 3.0)
+    sine = tl.where(swap, c, s)
+    cosine = tl.where(swap, s, c)
+    cosine = tl.where((quarter == 1.0) | (quarter == 2.0), -cosine, cosine)
+    return cosine, tl.where(quarter >= 2.0, -sine, sine)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _tables_kernel(
     position_ptr, frequency_ptr, cos_ptr, sin_ptr, rows, columns, scaling: tl.float64, BLOCK_T: tl.constexpr,
@@ -80,8 +112,9 @@ def _tables_kernel(
     angle = position[:, None] * frequency[None, :]
     live = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * columns + column[None, :]
-    tl.store(cos_ptr + at, (tl.cos(angle) * scaling).to(cos_ptr.dtype.element_ty), mask=live)
-    tl.store(sin_ptr + at, (tl.sin(angle) * scaling).to(sin_ptr.dtype.element_ty), mask=live)
+    cos, sin = _cos_sin(angle)
+    tl.store(cos_ptr + at, (cos * scaling).to(cos_ptr.dtype.element_ty), mask=live)
+    tl.store(sin_ptr + at, (sin * scaling).to(sin_ptr.dtype.element_ty), mask=live)
 
 
 def rope(query, key, cos, sin, sequence_dim, rotary_dim, interleaved, inverse):

@@ -212,7 +212,7 @@ def _is_ours(module: nn.Module) -> bool:
 def _own_options(module: nn.Module) -> list[str]:
     """The options in force that torch's class does not have."""
     names = ["layer_norm", "peephole", "recompute", "recurrent_dropout", "zoneout"]
-    names += ["weight_offset", "round_before_weight", "num_kv_heads", "window", "qk_norm"]
+    names += ["weight_offset", "round_before_weight", "num_kv_heads", "window", "qk_norm", "rope"]
     found = [name for name in names if getattr(module, name, False)]
     if isinstance(module, _LAYERS):  # torch's layers do without their attention's forward, in evaluation
         found += _own_options(module.self_attn)

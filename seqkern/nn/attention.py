@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqkern._keywords import explicit, refuse
 from seqkern.nn.layer_norm import RMSNorm
+from seqkern.nn.rope import RotaryEmbedding
 from seqkern.ops.attention import attention, attention_varlen
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
@@ -53,6 +54,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             share one. in_proj_weight then has embed_dim + 2 * num_kv_heads * head_dim rows. Default: num_heads.
         window: (left, right): no key more than `left` before a query or `right` after it, as `seqkern.attention`.
         qk_norm: an RMS norm of each head of queries and of keys, with parameters `q_norm.weight` and `k_norm.weight`.
+        rope: a `seqkern.nn.RotaryEmbedding` for embed_dim / num_heads features, which turns queries and keys, after
+            their norm.
 
     Shape, of forward(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
     average_attn_weights=True, is_causal=False): query (L, N, embed_dim), key (S, N, kdim), value (S, N, vdim), or
@@ -62,6 +65,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         key_lengths: (N,), whole numbers: sequence n has only the first key_lengths[n] keys.
         weight_rows: (n,), int64: the queries whose weights are wanted, without dropout; the weights are (N, n, S).
+        positions: (L,) or (N, L), whole numbers, for rope; without them 0, 1, ..., or on from the cache.
         cache: an `AttentionCache`: key and value are appended to it and the queries, the last tokens of every
             sequence, see all of it up to themselves. Without gradients; masks, padding and weights are refused.
 
@@ -111,6 +115,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         num_kv_heads: int | None = None,
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
+        rope: RotaryEmbedding | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
@@ -137,6 +142,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             self.qk_norm = True
             self.q_norm = RMSNorm(self.head_dim, **factory)
             self.k_norm = RMSNorm(self.head_dim, **factory)
+        if rope is not None:
+            if not isinstance(rope, RotaryEmbedding):
+                raise TypeError(
+                    f"MultiheadAttention: rope must be a seqkern.nn.RotaryEmbedding, got {type(rope).__name__}"
+                )
+            if rope.head_dim != self.head_dim:
+                raise ValueError(
+                    f"MultiheadAttention: rope must be for embed_dim / num_heads = {self.head_dim} features, got"
+                    f" {rope.head_dim}"
+                )
+            self.add_module("_rope", rope)
+
+    @property
+    def rope(self) -> RotaryEmbedding | None:
+        """The rotary embeddings of queries and keys."""
+        found: Any = self._modules.get("_rope")
+        return found
 
     def _narrow(self, rows: int, factory: Any) -> None:
         """The parameters of keys and values for fewer heads."""
@@ -181,13 +203,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         key_lengths: Tensor | None = None,
         weight_rows: Tensor | None = None,
         cache: AttentionCache | None = None,
+        positions: Tensor | None = None,
         **unexpected: NoReturn,
     ) -> tuple[Tensor, Tensor | None]:
         if unexpected:
             refuse(MultiheadAttention.forward, unexpected, type(self).__name__)
         given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "key_lengths": key_lengths}
         if any(isinstance(t, Tensor) and t.is_nested for t in (query, key, value)):
-            return self._jagged(query, key, value, given, need_weights, is_causal), None
+            return self._jagged(query, key, value, given | {"positions": positions}, need_weights, is_causal), None
         batched = self._check_inputs(query, key, value)
         if not batched:
             side = 0 if self.batch_first else 1
@@ -195,6 +218,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if key_padding_mask is not None and key_padding_mask.dim() == 1:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = self._heads(*self._project(query, key, value))
+        q, k = self._turn(q, k, positions, cache)
         if cache is not None:
             if need_weights or self.bias_k is not None or self.add_zero_attn:
                 raise NotImplementedError(
@@ -286,6 +310,27 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
+    def _turn(
+        self, q: Tensor, k: Tensor, positions: Tensor | None, cache: AttentionCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """By rotary embeddings, if there are any: after what is in the cache, or at `positions`."""
+        if self.rope is None:
+            if positions is not None:
+                raise ValueError(f"{self._name}: positions are for rotary embeddings, and there are none (rope=)")
+            return q, k
+        if q.shape[2] != k.shape[2]:
+            if positions is not None or cache is not None:
+                raise NotImplementedError(
+                    f"{self._name}: rope with positions or a cache for {q.shape[2]} queries and {k.shape[2]} keys"
+                )
+            return self.rope(q)[0], self.rope(k)[0]
+        at: Tensor | int = 0 if positions is None else positions
+        if cache is not None and positions is None:
+            at = cache.lengths[:, None] + torch.arange(q.shape[2], device=q.device)
+        turned_q, turned_k = self.rope(q, k, at)
+        assert turned_k is not None
+        return turned_q, turned_k
+
     def _output(self, out: Tensor, batched: bool) -> Tensor:
         """The heads side by side, in the layout of the query, through the last product."""
         out = out.permute((0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)).flatten(2)
@@ -357,6 +402,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return torch.cat([checkpoint(mean, q, k, block, use_reentrant=False) for block in blocks], 1)
         return torch.cat([mean(q, k, block) for block in blocks], 1)
 
+    @staticmethod
+    def _within(starts: Tensor, tokens: int) -> Tensor:
+        """The position of each of the tokens in its own sequence."""
+        at = torch.arange(tokens, device=starts.device)
+        return at - starts[torch.searchsorted(starts, at, right=True) - 1]
+
     def _refuse(self, beside: str, given: dict[str, Tensor | None]) -> None:
         for name, value in given.items():
             if value is not None:
@@ -392,6 +443,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k = self.q_norm(q), self.k_norm(k)
         starts = [t.offsets() for t in (query, key)]
         longest = [int(s.diff().max()) if s.shape[0] > 1 else 0 for s in starts]
+        if self.rope is not None:
+            q, k = (
+                self.rope(t, None, self._within(s, len(t)), sequence_dim=-3)[0]
+                for t, s in zip((q, k), starts, strict=True)
+            )
         out = attention_varlen(
             q, k, v, *starts, *longest, causal=is_causal, causal_align="upper_left", window=self.window,
             dropout_p=self.dropout if self.training else 0.0, return_lse=False,

@@ -13,6 +13,7 @@ from torch.types import Device
 from seqkern._keywords import explicit, refuse
 from seqkern.nn.attention import AttentionCache, MultiheadAttention
 from seqkern.nn.layer_norm import LayerNorm
+from seqkern.nn.rope import RotaryEmbedding
 from seqkern.ops.layer_norm import add_layer_norm
 
 Activation = str | Callable[[Tensor], Tensor]
@@ -76,6 +77,7 @@ def _adopt(layer: torch.nn.Module, factory: Any, **options: dict[str, Any]) -> N
                     num_kv_heads=own.get("num_kv_heads"),
                     window=own.get("window"),
                     qk_norm=own.get("qk_norm", False),
+                    rope=own.get("rope"),
                 )
                 setattr(layer, name, made)
             else:
@@ -92,7 +94,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype: as `torch.nn.TransformerEncoderLayer`.
-        num_kv_heads, window, qk_norm: as `seqkern.nn.MultiheadAttention`.
+        num_kv_heads, window, qk_norm, rope: as `seqkern.nn.MultiheadAttention`.
 
     Shape: src (N, L, d_model) with batch_first, (L, N, d_model), or without N. forward(src, src_mask=None,
     src_key_padding_mask=None, is_causal=False): the masks as `seqkern.nn.MultiheadAttention`. By keyword key_lengths
@@ -127,6 +129,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         num_kv_heads: int | None = None,
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
+        rope: RotaryEmbedding | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
@@ -135,7 +138,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype,
         )  # fmt: skip
-        options = {"num_kv_heads": num_kv_heads, "window": window, "qk_norm": qk_norm}
+        options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "window": window, "qk_norm": qk_norm, "rope": rope}
         _adopt(self, {"device": device, "dtype": dtype}, self_attn=options)
 
     @explicit
@@ -178,7 +181,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype: as `torch.nn.TransformerDecoderLayer`.
-        num_kv_heads, window, qk_norm: as `seqkern.nn.MultiheadAttention`; window is of the attention to itself.
+        num_kv_heads, window, qk_norm, rope: as `seqkern.nn.MultiheadAttention`; window and rope are of the attention to
+            itself.
 
     Shape: tgt and memory as `TransformerEncoderLayer`'s src. forward(tgt, memory, tgt_mask=None, memory_mask=None,
     tgt_key_padding_mask=None, memory_key_padding_mask=None, tgt_is_causal=False, memory_is_causal=False): as torch's.
@@ -219,6 +223,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         num_kv_heads: int | None = None,
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
+        rope: RotaryEmbedding | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
@@ -229,7 +234,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         )  # fmt: skip
         options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "qk_norm": qk_norm}
         factory = {"device": device, "dtype": dtype}
-        _adopt(self, factory, self_attn=options | {"window": window}, multihead_attn=options)
+        _adopt(self, factory, self_attn=options | {"window": window, "rope": rope}, multihead_attn=options)
 
     @explicit
     def forward(
@@ -382,7 +387,7 @@ class Transformer(torch.nn.Transformer):
     Args:
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation, custom_encoder,
             custom_decoder, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as `torch.nn.Transformer`.
-        num_kv_heads, window, qk_norm: of every layer, as `seqkern.nn.TransformerEncoderLayer`.
+        num_kv_heads, window, qk_norm, rope: of every layer, as `seqkern.nn.TransformerEncoderLayer`.
 
     Example:
         >>> import torch, seqkern
@@ -413,12 +418,14 @@ class Transformer(torch.nn.Transformer):
         num_kv_heads: int | None = None,
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
+        rope: RotaryEmbedding | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
             refuse(Transformer.__init__, unexpected, "Transformer")
         factory: Any = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "window": window, "qk_norm": qk_norm} | factory
+        options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "window": window, "qk_norm": qk_norm, "rope": rope}
+        options |= factory
         options |= {"dropout": dropout, "activation": activation, "layer_norm_eps": layer_norm_eps, "bias": bias}
         options |= {"batch_first": batch_first, "norm_first": norm_first, "dim_feedforward": dim_feedforward}
 

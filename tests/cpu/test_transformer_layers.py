@@ -177,7 +177,10 @@ def test_unbatched_jagged_copies_and_compiled() -> None:
     theirs.load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"window": (2, 0)}, {"qk_norm": True}], ids=str)
+ROPE = {"rope": seqkern.nn.RotaryEmbedding(E // H, 100.0)}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"window": (2, 0)}, {"qk_norm": True}, ROPE], ids=str)
 def test_a_cache_gives_what_the_whole_sequence_gives(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = seqkern.nn.MultiheadAttention(E, H, batch_first=True, **options).eval()
@@ -189,6 +192,36 @@ def test_a_cache_gives_what_the_whole_sequence_gives(options: dict[str, Any]) ->
         rest = [module(*(x[:, i : i + 1],) * 3, need_weights=False, cache=cache)[0] for i in range(3, L)]
     assert torch.allclose(torch.cat([first, *rest], 1), expected, atol=1e-6)
     assert cache.lengths.tolist() == [L] * N
+
+
+def test_rotary_embeddings() -> None:
+    """The same as heads turned by hand; only distances matter; positions; jagged rows begin anew."""
+    torch.manual_seed(0)
+    module = seqkern.nn.MultiheadAttention(E, H, batch_first=True, num_kv_heads=2, qk_norm=True, **ROPE)
+    assert module.rope is ROPE["rope"]
+    assert not [name for name in module.state_dict() if "rope" in name]
+    x = torch.randn(N, L, E)
+    q, k, v = (t.unflatten(-1, (-1, E // H)).transpose(1, 2) for t in module._project(x, x, x))
+    q, k = seqkern.rope(module.q_norm(q), module.k_norm(k), theta=100.0)
+    by_hand = module.out_proj(seqkern.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
+    y, weights = module(x, x, x, is_causal=True)
+    assert torch.allclose(y, by_hand, atol=1e-5)
+    assert torch.allclose(weights, seqkern.attention_weights(q, k, causal=True).mean(1), atol=1e-5)
+    moved = module(x, x, x, is_causal=True, positions=torch.arange(L) + 1000)[0]
+    assert torch.allclose(moved, y, atol=1e-4)
+    other = module(x, x, x, is_causal=True, positions=torch.arange(N * L).view(N, L).flip(1))[0]
+    assert not torch.allclose(other, y, atol=1e-3)
+    parts = [torch.randn(n, E) for n in (3, 6, 1)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    found = module(nested, nested, nested, need_weights=False, is_causal=True)[0]
+    for part, out in zip(parts, found.unbind(), strict=True):
+        assert torch.allclose(out, module(part, part, part, is_causal=True)[0], atol=1e-5)
+    memory = module(x[:, :3], x, x)[0]  # other lengths: each from position 0
+    assert torch.allclose(memory, module(x, x, x)[0][:, :3], atol=1e-5)
+    with torch.no_grad():
+        model = seqkern.nn.Transformer(E, H, 1, 1, 32, batch_first=True, **ROPE).eval()
+        assert not torch.allclose(model(x, x), model(x, x.flip(1)).flip(1), atol=1e-3)
+        assert sum(type(m) is seqkern.nn.RotaryEmbedding for m in model.modules()) == 2
 
 
 def test_weights_of_chosen_rows() -> None:
@@ -213,6 +246,14 @@ def test_bad_input_is_named() -> None:
         ours(q, k, v, key_padding_mask=torch.zeros(N, S, dtype=torch.int64))
     with pytest.raises(ValueError, match="num_kv_heads must divide num_heads = 4, got 3"):
         seqkern.nn.MultiheadAttention(E, H, num_kv_heads=3)
+    with pytest.raises(ValueError, match="rope must be for embed_dim / num_heads = 4 features, got 8"):
+        seqkern.nn.MultiheadAttention(E, H, rope=seqkern.nn.RotaryEmbedding(8))
+    with pytest.raises(TypeError, match="rope must be a seqkern.nn.RotaryEmbedding, got bool"):
+        seqkern.nn.MultiheadAttention(E, H, rope=True)
+    with pytest.raises(ValueError, match="positions are for rotary embeddings, and there are none"):
+        ours(q, q, q, positions=torch.arange(L))
+    with pytest.raises(NotImplementedError, match="rope with positions or a cache for 7 queries and 5 keys"):
+        seqkern.nn.MultiheadAttention(E, H, batch_first=True, **ROPE)(q, k, v, positions=torch.arange(L))
     with pytest.raises(NotImplementedError, match="attn_mask beside a cache"):
         ours(q, q, q, need_weights=False, attn_mask=torch.zeros(L, L), cache=ours.make_cache(N, L))
 

@@ -189,7 +189,7 @@ def test_overloads_have_every_parameter(function):
     of_all = [p.name for p in inspect.signature(function).parameters.values()]
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     overloads = get_overloads(function)
-    options = {"attention", "attention_varlen", "attention_decode", "lstm", "forward"}
+    options = {"attention", "attention_varlen", "attention_decode", "lstm", "rope", "forward"}
     assert bool(overloads) == (function.__name__ in options)
     for overload in overloads:
         parameters = inspect.signature(overload).parameters
