@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
       const Sequence& s = p.sequences[static_cast<size_t>(item.sequence)];
       const DecodeChunks& d = decode[static_cast<size_t>(item.sequence)];
       const int64_t head = d.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
-      const AttentionForward args{.shape = shape,
+      AttentionForward args{.shape = shape,
                                   .sequence = s.band,
                                   .bias = p.bias(s, head),
                                   .query = q.rows(s.batch, head, s.query_row),
@@ -192,6 +192,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
                                   .query_head_stride = q.head_stride,
                                   .out_head_stride = o.head_stride,
                                   .lse_head_stride = p.query_rows};
+      if (d.chunks > 0) args.bias.cells = nullptr;  // its chunks do not begin at cells
       if (d.chunks == 0) {
         kernels.forward(args, item.block, scratch.piece(worker));
         continue;

@@ -62,6 +62,10 @@ struct AttentionBias {
   const void* slopes = nullptr;  // ALiBi: of this head and the following, in the accumulation type
   const void* mask = nullptr;    // element (0, 0)
   int64_t mask_head_stride = 0, mask_row_stride = 0, mask_key_stride = 0;  // in elements
+  // Of this head's mask, from the cell of element (0, 0) on, and from one row of cells to the next (0: all rows are one
+  // row); null if nobody looked.
+  const MaskCell* cells = nullptr;
+  int64_t cell_stride = 0;
   int64_t dropout_row = 0, dropout_head_stride = 0;                        // Philox row of query 0
 };
 

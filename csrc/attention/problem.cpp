@@ -94,6 +94,12 @@ AttentionBias AttentionProblem::bias(const Sequence& s, int64_t head) const {
     b.mask_row_stride = mask_strides[2];
     b.mask_key_stride = mask_strides[3];
   }
+  if (!cells.empty()) {
+    const int64_t heads_of_mask = mask_strides[1] ? heads : 1;
+    const int64_t matrix = (mask_strides[0] ? s.index : 0) * heads_of_mask + (mask_strides[1] ? head : 0);
+    b.cells = cells.data() + matrix * cell_rows * cell_columns;
+    b.cell_stride = cell_rows == 1 ? 0 : cell_columns;
+  }
   b.dropout_row = row(s, head);
   b.dropout_head_stride = query_rows;
   return b;
@@ -114,6 +120,7 @@ AttentionProblem check(const AttentionArguments& a) {
         Dropout::with(a.dropout_p, static_cast<uint64_t>(*static_cast<const int64_t*>(a.seed->const_data_ptr())));
   if (a.alibi_slopes) p.slopes = as_contiguous(*a.alibi_slopes);
   find_sequences(a, p);
+  if (p.mask) find_cells(p, a.max_queries, a.max_keys);
   return p;
 }
 

@@ -21,6 +21,8 @@ struct AttentionProblem : AttentionSizes {
   AttentionShape shape;
   std::vector<Sequence> sequences;
   std::optional<Tensor> mask, slopes;
+  std::vector<MaskCell> cells;  // of the mask's matrices: `find_cells`
+  int64_t cell_rows = 0, cell_columns = 0;
 
   // The index of a head's first row, for tensors with one number a query.
   int64_t row(const Sequence& s, int64_t head) const { return (s.batch * heads + head) * query_rows + s.query_row; }
@@ -52,6 +54,9 @@ struct Heads {
 };
 
 AttentionProblem check(const AttentionArguments& arguments);
+
+// Brings a mask into rows and looks at its cells, where that pays: mask_cells.cpp.
+void find_cells(AttentionProblem& problem, int64_t queries, int64_t keys);
 
 inline int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
 

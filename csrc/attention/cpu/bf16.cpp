@@ -259,6 +259,22 @@ SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) 
   }
 }
 
+// As `hide`, by a boolean mask.
+void hide_masked(const Lanes<float>& lanes, int64_t k0, const Part& part, float* scores, float* grad_scores) {
+  for (int64_t q = part.first; q < part.last; q += 16) {
+    for (int64_t begin = part.begin; begin < part.end; begin += 32) {
+      const int64_t end = min(begin + 32, part.end);
+      const __m512i bits = seen_bits(lanes, q, k0 + begin, k0 + end);
+      for (int64_t k = begin; k < end; ++k) {
+        const __mmask16 hidden = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(static_cast<int>(1u << (k - begin))));
+        const int64_t at = k * PartScores::stride + q;
+        _mm512_mask_store_ps(scores + at, hidden, _mm512_set1_ps(-kInfinity<float>));
+        _mm512_mask_store_ps(grad_scores + at, hidden, _mm512_setzero_ps());
+      }
+    }
+  }
+}
+
 // The products take P and dS in steps of 32: zeros where a step goes beyond the visible part.
 void zero_hidden(const Geometry& g, const TileScratch& t) {
   const int64_t end = (g.keys + 31) / 32 * 32, lanes = g.lanes;
@@ -294,16 +310,27 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
   if (mask_hides_tile(s, *t.lanes, g.k0, g.begin, g.keys)) return false;
   const TileConfiguration configuration;
   // With a scale that is not positive, the -inf of hidden entries would change.
-  const bool plain = !modified(s) && !s.dropout.active && static_cast<float>(s.scale) > 1e-30f;
+  const bool few = s.softcap == 0 && !s.alibi && !s.dropout.active && static_cast<float>(s.scale) > 1e-30f;
+  const bool boolean = s.mask == MaskType::boolean && t.lanes->cells;
   const __m512 scale = _mm512_set1_ps(static_cast<float>(s.scale)), log2e = _mm512_set1_ps(kLog2e);
   static constexpr int64_t stride = PartScores::stride;
   zero_hidden(g, t);
   for_pieces(g, [&](const Part& part) {
     const PartScores at(t, part);
+    const MaskCell cell = s.mask == MaskType::none
+                              ? MaskCell::seen
+                              : cells_of(*t.lanes, g.k0, part.begin, part.end, part.first, min(part.last, g.queries));
+    if (cell == MaskCell::hidden) {  // a gradient of the mask is 0 there already
+      round_part(part, t, [](int64_t) {
+        return [](int64_t, __m512& probability, __m512& ds) { probability = ds = _mm512_setzero_ps(); };
+      });
+      return;
+    }
     score_products(p, g, part, t);
-    if (plain) {
+    if (few && (boolean || (cell == MaskCell::seen && !p.grad_mask.data))) {
       hide(g, part, -kInfinity<float>, at.scores, stride);
       hide(g, part, 0.0f, at.grad_scores, stride);
+      if (cell != MaskCell::seen) hide_masked(*t.lanes, g.k0, part, at.scores, at.grad_scores);
       round_part(part, t, [&](int64_t q) {
         return [scores = at.scores + q, grad_scores = at.grad_scores + q, lse = _mm512_load_ps(t.lse + q),
                 delta = _mm512_load_ps(t.delta_lse + q), scale, log2e](int64_t k, __m512& probability, __m512& ds) {

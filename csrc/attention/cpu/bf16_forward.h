@@ -119,6 +119,27 @@ inline void fill_mask(const AttentionSequence& s, int64_t q, int64_t k, GroupMas
   }
 }
 
+// The queries of 32 lanes that a boolean mask lets see each of the keys [k, k + 32): for 16 lanes from `lane` on, bit i
+// of a number is key k + i.
+SK_INLINE __m512i seen_bits(const Lanes<float>& lanes, int64_t lane, int64_t k, int64_t keys) {
+  alignas(64) uint32_t rows[16];
+  const __mmask32 there = first_lanes(keys - k);
+  for (int64_t i = 0; i < 16; ++i) {
+    rows[i] = 0;
+    if (lane + i >= lanes.queries) continue;
+    const __m256i bytes = _mm256_maskz_loadu_epi8(there, static_cast<const uint8_t*>(lanes.mask[lane + i]) + k);
+    rows[i] = _mm256_test_epi8_mask(bytes, bytes);
+  }
+  return _mm512_load_si512(rows);
+}
+inline void hide_masked(const Lanes<float>& lanes, int64_t lane, int64_t k, int64_t keys, GroupMask& mask) {
+  for (int half = 0; half < 2; ++half) {
+    const __m512i bits = seen_bits(lanes, lane + 16 * half, k, keys);
+    for (int i = 0; i < kGroup; ++i)
+      mask.seen[half][i] &= _mm512_test_epi32_mask(bits, _mm512_set1_epi32(static_cast<int>(1u << i)));
+  }
+}
+
 // ---- weights -------------------------------------------------------------------------------------------------------
 
 // 2^x with a relative error of 1.5e-7: two degrees more than the weights need, because lse is float32. 2 or more
@@ -199,13 +220,15 @@ class Bf16Forward {
         q0_(query_block * kBlockQ),
         queries_(min(kBlockQ, p.sequence.queries - q0_)),
         groups_((queries_ + kGroup - 1) / kGroup),
-        options_(modified(p.shape) || p.shape.dropout.active),
-        modified_(modified(p.shape)),
+        mask_alone_(p.bias.cells && p.shape.softcap == 0 && !p.shape.alibi && !p.shape.dropout.active),
+        boolean_(mask_alone_ && p.shape.mask == MaskType::boolean),
+        options_((modified(p.shape) || p.shape.dropout.active) && !boolean_),
+        modified_(modified(p.shape) && !boolean_),
         careful_memory_(static_cast<char*>(memory) + t_.bytes) {}
 
   void run() {
     pack_groups(pack_columns, p_.query, q0_, queries_, s_.head_dim, t_.query);
-    if (options_) fill_lanes(s_, band_, p_.bias, 0, q0_, queries_, 0, t_.lanes);
+    if (options_ || boolean_) fill_lanes(s_, band_, p_.bias, 0, q0_, queries_, 0, t_.lanes);
     start();
     {
       const TileConfiguration configuration;
@@ -249,12 +272,15 @@ class Bf16Forward {
     int64_t group = run.group, at = run.end;
     int64_t super = (at > 0 ? at - 1 : seen_begin_) / kSuperGroups * kSuperGroups;
     for (;;) {
-      const int64_t begin = max(max(at, super), seen_[group].begin);
+      int64_t begin = max(max(at, super), seen_[group].begin);
       const int64_t end = min(seen_[group].end, super + kSuperGroups);
+      while (begin < end && cell(group, begin) == MaskCell::hidden) ++begin;
       if (begin < end) {
         run = {group, begin, min(end, (begin / kRunGroups + 1) * kRunGroups)};
-        if (!mask_hides_tile(s_, *t_.lanes, run.begin * kGroup, 0,
-                             min(run.end * kGroup, band_.keys) - run.begin * kGroup))
+        for (int64_t k = begin; k < run.end; ++k)
+          if (cell(group, k) == MaskCell::hidden) run.end = k;
+        if (p_.bias.cells || !mask_hides_tile(s_, *t_.lanes, run.begin * kGroup, 0,
+                                              min(run.end * kGroup, band_.keys) - run.begin * kGroup))
           return true;
         at = run.end;
         continue;
@@ -447,13 +473,20 @@ class Bf16Forward {
     }
   }
 
+  // What the mask does to a group of scores.
+  SK_INLINE MaskCell cell(int64_t group, int64_t key_group) const {
+    if (s_.mask == MaskType::none) return MaskCell::seen;
+    return p_.bias.cells ? t_.lanes->cells[group * t_.lanes->cell_stride + key_group] : MaskCell::mixed;
+  }
+  // Without options.
+  SK_INLINE __m512 plain_factor() const { return _mm512_set1_ps(static_cast<float>(s_.scale * 1.4426950408889634)); }
   SK_INLINE __m512 factor() const {
     return _mm512_set1_ps(modified_ ? kLog2e : static_cast<float>(s_.scale * 1.4426950408889634));
   }
 
   void multiply_all() {
     if (seen_end_ == 0) return;
-    const __m512 c = factor();
+    const __m512 c = plain_factor();
     const int64_t nk = nk_, nv = nv_;
     Run run, next;
     if (!advance(run)) return;
@@ -477,9 +510,11 @@ class Bf16Forward {
         const BFloat16* rows = rows_of(inside ? key_group + 1 : next.begin);
         const BFloat16* columns = columns_of(inside ? run.group : next.group);
         const int64_t outputs_end = max(pending.done, (g + 1) * nv / count);
-        const bool all = all_visible(band_, q0_ + q, lanes, key_group * kGroup);
+        const bool in_band = all_visible(band_, q0_ + q, lanes, key_group * kGroup);
+        const bool unmasked = cell(run.group, key_group) == MaskCell::seen;
+        const bool all = in_band && (unmasked || !boolean_), options = options_ && !(mask_alone_ && unmasked);
         GroupMask mask;
-        if (all && !options_) {
+        if (all && !options) {
           h[0].any = h[1].any = _mm512_setzero_si512();
           if (is_new(h)) raise(scores, c, nullptr, run.group, h, weights, g, pending);
           const Softmax before[2] = {h[0], h[1]};
@@ -493,8 +528,10 @@ class Bf16Forward {
         } else {
           if (more) scores_product(rows, columns, nk, other);
           outputs(pending, outputs_end);
-          if (!all) fill_mask(band_, q0_ + q, key_group * kGroup, mask);
-          if (options_) {
+          if (!in_band) fill_mask(band_, q0_ + q, key_group * kGroup, mask);
+          else if (!all) __builtin_memset(&mask, 0xff, sizeof(mask));
+          if (boolean_ && !unmasked) hide_masked(*t_.lanes, q, key_group * kGroup, band_.keys, mask);
+          if (options) {
             weigh_options(scores, key_group, run.group, all ? nullptr : &mask, h, to, g, pending);
           } else {
             h[0].any = h[1].any = _mm512_setzero_si512();
@@ -550,7 +587,14 @@ class Bf16Forward {
     const float sum = t_.sum[q];
     if (sum > 0 && sum <= 3e38f) return true;
     const Range seen = visible_range(band_, q0_ + q, q0_ + q + 1);
-    return sum == 0 && seen.begin == seen.end;
+    if (sum != 0 || !boolean_) return sum == 0 && seen.begin == seen.end;
+    const auto* row = static_cast<const uint8_t*>(t_.lanes->mask[q]);  // whether it hides them all
+    for (int64_t k = seen.begin; k < seen.end; ++k) {
+      if (k % kMaskCell == 0)
+        while (k + kMaskCell <= seen.end && t_.lanes->cell(q, k) == MaskCell::hidden) k += kMaskCell;
+      if (k < seen.end && row[k]) return false;
+    }
+    return true;
   }
 
   void finish() const {
@@ -594,6 +638,8 @@ class Bf16Forward {
   const ForwardTiles t_;
   const PackedForward packed_;
   const int64_t q0_, queries_, groups_;
+  const bool mask_alone_;  // no option but a mask whose cells are known
+  const bool boolean_;     // and it is boolean: it hides as the band does
   const bool options_, modified_;
   void* const careful_memory_;
   Range seen_[kQueryGroups];  // the groups of keys that a group of queries sees

@@ -29,6 +29,12 @@ struct Lanes {
   const void* mask[kMaxLanes];                                   // element of key 0
   int64_t queries, mask_key_stride;
   bool one_mask;  // all lanes have the same row of the mask
+  // Of the mask, from the block's first query on, in blocks of whole cells; null if they are not known.
+  const MaskCell* cells;
+  int64_t cell_stride;
+  SK_INLINE MaskCell cell(int64_t lane, int64_t key) const {
+    return cells ? cells[lane / kMaskCell * cell_stride + key / kMaskCell] : MaskCell::mixed;
+  }
 };
 
 SK_INLINE bool modified(const AttentionShape& s) { return s.softcap != 0 || s.alibi || s.mask != MaskType::none; }
@@ -49,6 +55,8 @@ void fill_lanes(const AttentionShape& shape, const AttentionSequence& s, const A
   const int64_t end = at + count, padded = (end + 15) / 16 * 16;
   lanes->queries = end;
   lanes->mask_key_stride = bias.mask_key_stride;
+  lanes->cells = bias.cells ? bias.cells + q0 / kMaskCell * bias.cell_stride : nullptr;
+  lanes->cell_stride = bias.cell_stride;
   lanes->one_mask = bias.mask_row_stride == 0 && (at == 0 || bias.mask_head_stride == 0);
   if (shape.alibi) {
     const A slope = static_cast<const A*>(bias.slopes)[head];
@@ -126,6 +134,7 @@ void add_mask(const Lanes<A>& lanes, int64_t k0, const Part& part, A* tile, int6
   const auto row = [&](int64_t q) { return static_cast<const M*>(lanes.mask[q]); };
   if (lanes.one_mask) {
     for (int64_t k = part.begin; k < part.end; ++k) {
+      if (lanes.cell(0, k0 + k) == MaskCell::seen) continue;
       const Vec<A> bias = broadcast<A>(one_bias<A>(row(0) + (k0 + k) * step));
       for (int64_t q = part.first; q < part.last; q += W<A>)
         store(tile + k * stride + q, load(tile + k * stride + q) + bias);
@@ -136,6 +145,7 @@ void add_mask(const Lanes<A>& lanes, int64_t k0, const Part& part, A* tile, int6
     const int64_t count = min(W<A>, lanes.queries - q);
     if (count <= 0) break;
     for (int64_t k = part.begin; k < part.end; k += W<A>) {
+      if (lanes.cell(q, k0 + k) == MaskCell::seen) continue;
       const int64_t keys = min(W<A>, part.end - k);
       Vec<A> bias[W<A>];
       if (step == 1) {
@@ -170,10 +180,23 @@ bool all_hidden(const Lanes<A>& lanes, int64_t k0, int64_t begin, int64_t end) {
   return true;
 }
 
+// What the mask does to keys [begin, end) of a tile and lanes [first, last).
+template <class A>
+SK_INLINE MaskCell cells_of(const Lanes<A>& lanes, int64_t k0, int64_t begin, int64_t end, int64_t first,
+                            int64_t last) {
+  if (!lanes.cells || begin >= end || first >= last) return MaskCell::mixed;
+  const MaskCell found = lanes.cell(first, k0 + begin);
+  for (int64_t q = first / kMaskCell; q * kMaskCell < last && found != MaskCell::mixed; ++q)
+    for (int64_t k = (k0 + begin) / kMaskCell; k * kMaskCell < k0 + end; ++k)
+      if (lanes.cells[q * lanes.cell_stride + k] != found) return MaskCell::mixed;
+  return found;
+}
+
 // Whether the mask hides keys [begin, end) of a tile from all lanes: then there is nothing to compute.
 template <class A>
 SK_INLINE bool mask_hides_tile(const AttentionShape& s, const Lanes<A>& lanes, int64_t k0, int64_t begin, int64_t end) {
   if (s.mask == MaskType::none) return false;
+  if (lanes.cells) return cells_of(lanes, k0, begin, end, 0, lanes.queries) == MaskCell::hidden;
   bool hidden = false;
   SK_DISPATCH_MASK(s.mask, A, hidden = (all_hidden<M, A>(lanes, k0, begin, end)));
   return hidden;
