@@ -171,6 +171,52 @@ def test_option(benchmark, option, length, dtype, mode, device):
     )
 
 
+# ---- masks as models hand them over ---------------------------------------------------------------------------------
+
+
+def handed_over(length: int, device: str) -> dict[str, tuple[torch.Tensor, dict[str, Any] | None]]:
+    """Matrices (True is visible), each with the options that say the same."""
+    i, j = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
+    causal = j <= i
+    left = length // 8
+    lengths = torch.tensor([length, length * 5 // 8], device=device)
+    return {
+        "causal": (causal[None, None], {"causal": True}),
+        "window N/8": ((causal & (j >= i - left))[None, None], {"causal": True, "window": (left, 0)}),
+        "padded": ((j < lengths[:, None, None, None]).expand(2, 1, length, length), {"key_lengths": lengths}),
+        "padded on the left": ((j >= length - lengths[:, None, None, None]) & causal, None),
+        "random": (torch.rand(2, 1, length, length, device=device) < 0.5, None),
+    }
+
+
+@pytest.mark.parametrize("form", ["boolean", "numbers"])
+@pytest.mark.parametrize("pattern", list(handed_over(8, "cpu")))
+def test_matrix(benchmark, pattern, form, dtype, mode, device):
+    """What a model that knows matrices only pays, beside seqkern's option where there is one."""
+    length = 2048
+    mask, options = handed_over(length, device)[pattern]
+    mask = mask.contiguous() if form == "boolean" else torch.zeros(mask.shape, device=device, dtype=dtype).masked_fill(
+        ~mask, float("-inf"))  # fmt: skip
+    peers: dict[str, Callable[..., Any]] = {"torch": lambda q, k, v: sdpa(q, k, v, mask)}
+    if options is not None:
+        peers["seqkern's option"] = lambda q, k, v: seqkern.attention(q, k, v, **options)
+    share = mask if form == "boolean" else mask == 0
+    visible = float(share.float().mean())
+    works = [cost(2, 4, length, length, 64, dtype, backward=back) for back in (False, True)]
+    works = works[:1] if mode == "forward" else works
+    contest(
+        benchmark,
+        name=f"attention, {pattern} in {form}",
+        shape=f"B2 H4 N{length} D64",
+        mode=mode,
+        inputs=qkv(length, length, 64, dtype, device, batch=2, heads=4),
+        ours=lambda q, k, v: seqkern.attention(q, k, v, attn_mask=mask),
+        peers=peers,
+        work=Cost(sum(round(w.flops * visible) for w in works), sum(w.bytes for w in works) + mask.nbytes),
+        case=attention_case(300, heads=2, causal=True),
+    )
+
+
 LENGTHS = (1024, 512, 700, 64, 300, 33, 128, 256)
 
 

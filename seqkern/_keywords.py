@@ -72,7 +72,8 @@ _SHARED = {
     "enable_gqa": "leave it out: key and value may always have fewer heads than query",
 }
 _ATTENTION = {
-    **_SHARED,
+    **{wrong: hint for wrong, hint in _SHARED.items() if wrong != "bias"},
+    **_use("bias", "attn_bias", "position_bias"),
     **_use("key_lengths", "lengths", "seq_lens", "kv_lengths", "seqused_k", "seqlen_k"),
     **_use("attention_varlen, for packed sequences", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"),
     **_use("attention_decode, which takes it", "page_table", "cache_lengths"),
@@ -95,6 +96,8 @@ _DECODE = {
     **_use("page_table", "block_table", "block_tables"),
 }
 _WEIGHTS = _ATTENTION | {
+    **_MASK,
+    **_use("attn_mask", "position_bias"),
     **dict.fromkeys(("dropout_p", *_DROPOUT), "leave it out: attention_weights has no dropout"),
     **dict.fromkeys(("value", "v"), "leave it out: the weights do not depend on it"),
     **_use("attention, which returns it", "return_lse", "return_softmax_lse", "return_aux"),

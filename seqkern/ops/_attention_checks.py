@@ -189,20 +189,24 @@ def _check_option(
         raise ValueError(f"{op}: {name} must be on the query's device {query.device}, got {t.device}")
 
 
-def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> Tensor:
+def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int], name: str = "attn_mask") -> Tensor:
     """A mask that broadcasts to `full`, (..., heads, queries, keys), as (batch or 1, heads or 1, queries, keys).
 
     The last two may be 1 too, unless the mask needs a gradient: autograd then sums over the dimensions expanded here.
     """
-    dtypes = (torch.bool, torch.float32, query.dtype)
+    dtypes: tuple[torch.dtype, ...] = (torch.bool, torch.float32, query.dtype)
     if isinstance(mask, Tensor) and mask.is_floating_point() and autocasts(query):
         mask = mask if mask.dtype in dtypes else mask.to(query.dtype)
-    _check_option(op, "attn_mask", mask, query, dtypes, f"bool, float32 or the query's dtype {query.dtype}")
+    if name == "bias":
+        dtypes = dtypes[1:]
+        _check_option(op, name, mask, query, dtypes, f"float32 or the query's dtype {query.dtype}")
+    else:
+        _check_option(op, name, mask, query, dtypes, f"bool, float32 or the query's dtype {query.dtype}")
     if query.dtype == torch.float64 and mask.dtype == torch.float32:
         mask = mask.double()
     sizes = mask.shape
     if len(sizes) > len(full) or any(m not in (1, n) for m, n in zip(reversed(sizes), reversed(full), strict=False)):
-        raise ValueError(f"{op}: attn_mask must broadcast to {tuple(full)}, got shape {shape_of(mask)}")
+        raise ValueError(f"{op}: {name} must broadcast to {tuple(full)}, got shape {shape_of(mask)}")
     mask = mask[(None,) * (max(len(full), 4) - mask.dim())]
     if mask.dim() > 4:  # several batch dimensions become one
         outer = mask.shape[:-3]
@@ -214,6 +218,18 @@ def prepare_mask(op: str, mask: Tensor, query: Tensor, full: Sequence[int]) -> T
             if mask.shape[dim] != full[dim - 4]:
                 mask = _spread(mask, dim, full[dim - 4])
     return mask
+
+
+def with_bias(op: str, mask: Tensor | None, bias: Tensor, query: Tensor, full: Sequence[int]) -> Tensor:
+    """Mask and bias as one mask."""
+    bias = prepare_mask(op, bias, query, full, "bias")
+    if mask is None:
+        return bias
+    mask = prepare_mask(op, mask, query, full)
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -math.inf)
+    total = bias + mask
+    return total if total.dtype in (torch.float32, query.dtype) else total.to(query.dtype)
 
 
 def _spread(t: Tensor, dim: int, size: int) -> Tensor:

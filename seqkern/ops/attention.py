@@ -35,6 +35,7 @@ from seqkern.ops._attention_checks import (
     prepare_sinks,
     prepare_slopes,
     shape_of,
+    with_bias,
 )
 from seqkern.ops._autograd import Cost
 
@@ -131,7 +132,7 @@ def scaled_dot_product_attention(
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, causal_align: str = "lower_right",
-    attn_mask: Tensor | None = None, key_lengths: Tensor | None = None,
+    attn_mask: Tensor | None = None, bias: Tensor | None = None, key_lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
     return_lse: Literal[False] = False,
@@ -139,7 +140,7 @@ def attention(
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, causal_align: str = "lower_right",
-    attn_mask: Tensor | None = None, key_lengths: Tensor | None = None,
+    attn_mask: Tensor | None = None, bias: Tensor | None = None, key_lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
     return_lse: Literal[True],
@@ -147,7 +148,7 @@ def attention(
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, causal_align: str = "lower_right",
-    attn_mask: Tensor | None = None, key_lengths: Tensor | None = None,
+    attn_mask: Tensor | None = None, bias: Tensor | None = None, key_lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None, alibi_slopes: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
     return_lse: bool,
@@ -163,6 +164,7 @@ def attention(
     causal: bool = False,
     causal_align: str = "lower_right",
     attn_mask: Tensor | None = None,
+    bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     alibi_slopes: Tensor | None = None,
@@ -191,7 +193,10 @@ def attention(
             query stands at the last key, which is what decoding with cached keys needs; "upper_left": d = 0, the first
             query stands at the first key.
         attn_mask: broadcasts to (B, H, Nq, Nk). bool: True is visible; float32 or the query's dtype: added to the
-            scores, and differentiable. Read in place, with any strides.
+            scores, and differentiable. Read in place, with any strides. On CPU a matrix that is causal, padded or
+            windowed costs little more than the option: cells of 32 x 32 that hide all or nothing are skipped.
+        bias: broadcasts to (B, H, Nq, Nk), float32 or the query's dtype: added to the scores, and differentiable; for
+            position biases beside a boolean attn_mask. The two become one mask of their common shape.
         key_lengths: (B,), int32 or int64: sequence b has only the first key_lengths[b] keys, all for a number above Nk,
             none for one below 0. The others are never read. d does not depend on it.
         window: (left, right): a query sees no key more than `left` before it or `right` after it; -1 or None is without
@@ -231,7 +236,7 @@ def attention(
         >>> recent = seqkern.attention(q, k, v, window=(15, 0), softcap=30.0, sinks=torch.zeros(8))
     """
     if (
-        attn_mask is key_lengths is alibi_slopes is sinks is None
+        attn_mask is bias is key_lengths is alibi_slopes is sinks is None
         and return_lse is False
         and (causal_align == "lower_right" or causal_align == "upper_left")
         and type(dropout_p) is float
@@ -260,7 +265,9 @@ def attention(
     diagonal = 0
     if lower_right and (causal or window is not None or alibi_slopes is not None):
         diagonal = keys - queries
-    if attn_mask is not None:
+    if bias is not None:
+        attn_mask = with_bias(op, attn_mask, bias, query, (batch, heads, queries, keys))
+    elif attn_mask is not None:
         attn_mask = prepare_mask(op, attn_mask, query, (batch, heads, queries, keys))
     if key_lengths is not None:
         key_lengths = check_key_lengths(op, key_lengths, query, batch)
