@@ -43,7 +43,7 @@ def looks_like_one(module: nn.Module) -> bool:
         and [name for name, p in parameters.items() if p is not None] == ["weight"]
         and not module._modules
         and not module._buffers
-        and isinstance(_eps(module), float)
+        and isinstance(eps_of(module), float)
         and type(module).forward is not nn.Module.forward
     )
 
@@ -52,7 +52,7 @@ def fused_class(module: nn.Module) -> type[nn.Module] | None:
     """The subclass of the module's class that runs on seqkern; None if it is none of the known kinds."""
     if not looks_like_one(module) or "forward" in vars(module):
         return None
-    flavour = _flavour(module)
+    flavour = flavour_of(module)
     return None if flavour is None else _fused(type(module), flavour)  # type: ignore[arg-type]
 
 
@@ -60,7 +60,7 @@ def is_fused(module: nn.Module) -> bool:
     return hasattr(type(module), "_seqkern_flavour")
 
 
-def _eps(module: nn.Module) -> Any:
+def eps_of(module: nn.Module) -> Any:
     found = vars(module)
     return found.get("variance_epsilon", found.get("eps"))
 
@@ -72,7 +72,7 @@ def _fused(original: type[nn.Module], flavour: Flavour) -> type[nn.Module]:
         if args or kwargs or hidden_states.dtype != weight.dtype:  # nobody has proved those
             result: Tensor = original.forward(self, hidden_states, *args, **kwargs)
             return result
-        return rms_norm(hidden_states, weight.shape, weight, _eps(self), **flavour._asdict())
+        return rms_norm(hidden_states, weight.shape, weight, eps_of(self), **flavour._asdict())
 
     def reduce(self: Any, protocol: Any) -> Any:
         """As the original class, which can be found by name; this one is made again."""
@@ -93,30 +93,37 @@ def _revive(original: type[nn.Module], weight_offset: float, round_before_weight
 
 
 @torch.no_grad()
-def _flavour(module: nn.Module) -> Flavour | None:
+def flavour_of(module: nn.Module) -> Flavour | None:
+    """The kind that a module which looks like one is of, in its own dtype and in bfloat16, where the kinds differ."""
     weight: Any = module.weight
     if weight.device.type == "meta" or weight.dtype not in _DTYPES or not weight.numel():
         return None
+    dtypes = dict.fromkeys((weight.dtype, torch.bfloat16))
+    return next((f for f in FLAVOURS if all(f in _agreeing(module, dtype) for dtype in dtypes)), None)
+
+
+def _agreeing(module: nn.Module, dtype: torch.dtype) -> list[Flavour]:
+    weight: Any = module.weight
     generator = torch.Generator().manual_seed(0)
     size = weight.shape[0]
     drawn = torch.randn(size, generator=generator)
     exact = torch.randint(-1, 2, (4, size), generator=generator).exp2()
     exact *= torch.randint(0, 2, (4, size), generator=generator) * 2 - 1
     drawn, exact, random = (
-        t.to(weight.device, weight.dtype) for t in (drawn, exact, 3 * torch.randn(4, size, generator=generator))
+        t.to(weight.device, dtype) for t in (drawn, exact, 3 * torch.randn(4, size, generator=generator))
     )
     stranger: Any = copy.copy(module)  # with another weight, and without calling anybody's hooks
     stranger.__dict__["_parameters"] = {"weight": nn.Parameter(drawn, requires_grad=False)}
     try:
         theirs = [stranger.forward(x) for x in (exact, random)]
     except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes something else
-        return None
-    for out in theirs:
-        if not isinstance(out, Tensor) or out.shape != exact.shape or out.dtype != weight.dtype:
-            return None
-    for flavour in FLAVOURS:
-        ours = [rms_norm(x, weight.shape, drawn, _eps(module), **flavour._asdict()) for x in (exact, random)]
-        near = (ours[1] - theirs[1]).abs() <= 4 * torch.finfo(weight.dtype).eps * theirs[1].abs()
-        if torch.equal(ours[0], theirs[0]) and bool(near.all()):
-            return flavour
-    return None
+        return []
+    if any(not isinstance(out, Tensor) or out.shape != exact.shape or out.dtype != dtype for out in theirs):
+        return []
+
+    def agrees(flavour: Flavour) -> bool:
+        ours = [rms_norm(x, weight.shape, drawn, eps_of(module), **flavour._asdict()) for x in (exact, random)]
+        near = (ours[1] - theirs[1]).abs() <= 4 * torch.finfo(dtype).eps * theirs[1].abs()
+        return torch.equal(ours[0], theirs[0]) and bool(near.all())
+
+    return [flavour for flavour in FLAVOURS if agrees(flavour)]
