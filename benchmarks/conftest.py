@@ -34,7 +34,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     One that asks for `path` runs there once with each kind of kernels that the GPU has.
     """
     slice = metafunc.module.__name__.rpartition("bench_")[2]
-    if "backend" in metafunc.fixturenames and chosen_device(metafunc.config) == "cuda" and SLICES[slice].cuda_ops:
+    op = SLICES.get(slice)
+    if "backend" in metafunc.fixturenames and chosen_device(metafunc.config) == "cuda" and op and op.cuda_ops:
         backends = _library.gpu_backends(slice)
         if "path" in metafunc.fixturenames and "cuda" in backends:
             hopper = _library._capability(torch.cuda.current_device()) == (9, 0)
