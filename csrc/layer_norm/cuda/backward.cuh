@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kRowBytes<T, U> <= (sizeof(T
 
 // Any row, read twice. Stores the row's shift for backward_columns.
 template <class T>
-__global__ void __launch_bounds__(kBackwardThreads) backward_walk(Backward p) {
+__global__ void __launch_bounds__(kBackwardThreads, 3) backward_walk(Backward p) {
   using A = acc_t<T>;
   constexpr int E = kElements<T>;
   constexpr int kFold = 16;
