@@ -179,19 +179,19 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
       const DecodeChunks& d = decode[static_cast<size_t>(item.sequence)];
       const int64_t head = d.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
       AttentionForward args{.shape = shape,
-                                  .sequence = s.band,
-                                  .bias = p.bias(s, head),
-                                  .query = q.rows(s.batch, head, s.query_row),
-                                  .key = k.rows(s.batch, kv_head, s.key_row),
-                                  .value = v.rows(s.batch, kv_head, s.key_row),
-                                  .out = o.mutable_rows(s.batch, head, s.query_row),
-                                  .lse = offset(lse, p.row(s, head)),
-                                  .sinks = sink_row ? offset(*sink_row, head) : nullptr,
-                                  .packed = packed.address(item.sequence, kv_head),
-                                  .heads = d.chunks > 0 ? p.group : 1,
-                                  .query_head_stride = q.head_stride,
-                                  .out_head_stride = o.head_stride,
-                                  .lse_head_stride = p.query_rows};
+                            .sequence = s.band,
+                            .bias = p.bias(s, head),
+                            .query = q.rows(s.batch, head, s.query_row),
+                            .key = k.rows(s.batch, kv_head, s.key_row),
+                            .value = v.rows(s.batch, kv_head, s.key_row),
+                            .out = o.mutable_rows(s.batch, head, s.query_row),
+                            .lse = offset(lse, p.row(s, head)),
+                            .sinks = sink_row ? offset(*sink_row, head) : nullptr,
+                            .packed = packed.address(item.sequence, kv_head),
+                            .heads = d.chunks > 0 ? p.group : 1,
+                            .query_head_stride = q.head_stride,
+                            .out_head_stride = o.head_stride,
+                            .lse_head_stride = p.query_rows};
       if (d.chunks > 0) args.bias.cells = nullptr;  // its chunks do not begin at cells
       if (d.chunks == 0) {
         kernels.forward(args, item.block, scratch.piece(worker));

@@ -66,7 +66,7 @@ struct AttentionBias {
   // row); null if nobody looked.
   const MaskCell* cells = nullptr;
   int64_t cell_stride = 0;
-  int64_t dropout_row = 0, dropout_head_stride = 0;                        // Philox row of query 0
+  int64_t dropout_row = 0, dropout_head_stride = 0;  // Philox row of query 0
 };
 
 // One head; in decode kernels the `heads` query heads of one key head. `lse` and `grad_lse` have type lse_t, `sinks`
