@@ -16,13 +16,14 @@ The equations, with diag = diagonal, or diagonal + nk - nq, and z = -inf outside
     dmask = dz, summed over what the mask is broadcast over           ddistance_i = sum_j dz_ij |i + diag - j|
 
 with r_ij = 1 / (1 - p_drop) where dropout keeps (i, j), else 0. blocks.py has what a tile needs of this,
-decode.py split-KV decode (few queries, many keys), plans.py tiles and arguments.
+limits.py what a mask hides, decode.py split-KV decode (few queries, many keys), plans.py tiles and arguments.
 
 Exponentials are powers of two. Blocks outside the band are never visited, and only the blocks at its edges compare
 positions: a window is a left edge, a middle and a right edge. A row that sees no key gives out 0, lse -inf and zero
 gradients. The gradient of a mask per sequence and head is written by the dQ kernel, which visits every score once. A
 mask that several share has a kernel that owns its tiles and walks the sharers in order. Packed sequences read their
-starts from device memory; tiles beyond a sequence's length end at once.
+starts from device memory; tiles beyond a sequence's length end at once. A mask is looked at before (limits.py): keys
+before the first and behind the last that it shows to a tile are not visited.
 
 Shipped choices, each for the registers (NOTES.md has the figures): two loops, with and without the band's comparison,
 instead of one with a branch; the heads of a group and their queries as one flat loop; 64-bit scalar bases with 32-bit
@@ -69,7 +70,8 @@ from .blocks import (
     zero_gaps,
 )
 from .decode import decodes, packed, plan_decode
-from .plans import SIZES, plan, prepare, result, statistics, usable
+from .limits import limits, looked_at, narrowed
+from .plans import SIZES, plan, prepare, result, statistics, tile_rows, usable
 
 # fmt: off
 # Signatures are grouped: pointers, strides, sizes, then compile-time constants.
@@ -77,6 +79,7 @@ from .plans import SIZES, plan, prepare, result, statistics, usable
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     query_ptr, key_ptr, value_ptr, sinks_ptr, out_ptr, lse_ptr, q_strides, k_strides, v_strides,
+    limits_ptr, limit_strides,
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
@@ -103,6 +106,11 @@ def _forward_kernel(
     if query_starts_ptr is not None:
         keys = tl.where(query0 < nq, nk, 0)  # a tile beyond the sequence visits no key
     first, full, edge, last = key_range(query0, nq, keys, low, high, BLOCK_Q, BLOCK_K)
+    if limits_ptr is not None:
+        tile = query0 // BLOCK_Q
+        first, full, edge, last = narrowed(
+            limits_ptr, limit_strides, s, h, 1, tile, first, full, edge, last, BLOCK_K
+        )
     query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, query_start + query0, ALIGNED)
     key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, key_start, ALIGNED)
     value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, key_start, ALIGNED)
@@ -207,6 +215,7 @@ def _grad_query_blocks(
 def _grad_query_kernel(
     grad_out_ptr, grad_lse_ptr, query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, delta_ptr, grad_query_ptr,
     grad_distance_ptr, grad_mask_ptr, g_strides, q_strides, k_strides, v_strides, o_strides,
+    limits_ptr, limit_strides,
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
@@ -233,6 +242,11 @@ def _grad_query_kernel(
     if query_starts_ptr is not None:
         keys = tl.where(query0 < nq, nk, 0)
     first, full, edge, last = key_range(query0, nq, keys, low, high, BLOCK_Q, BLOCK_K)
+    if limits_ptr is not None:
+        tile = query0 // BLOCK_Q
+        first, full, edge, last = narrowed(
+            limits_ptr, limit_strides, s, h, 1, tile, first, full, edge, last, BLOCK_K
+        )
     at = query_start + query0
     grad_out_ptr, g_stride = head_rows(grad_out_ptr, g_strides, b, h, at, ALIGNED)
     query_ptr, q_stride = head_rows(query_ptr, q_strides, b, h, at, ALIGNED)
@@ -355,7 +369,7 @@ def _grad_key_value_blocks(
 @triton.jit(do_not_specialize=SIZES)
 def _grad_key_value_kernel(
     grad_out_ptr, query_ptr, key_ptr, value_ptr, lse_ptr, delta_ptr, grad_key_ptr, grad_value_ptr,
-    g_strides, q_strides, k_strides, v_strides,
+    g_strides, q_strides, k_strides, v_strides, limits_ptr, limit_strides,
     mask_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr, slopes_ptr, seed_ptr, mask_strides, mask_row,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64, threshold, diagonal, low, high, lower_right,
     S, H, Hk, Nq, Nk, D, DV, max_queries, max_keys,
@@ -378,6 +392,12 @@ def _grad_key_value_kernel(
     low = None if low is None else low + shift
     high = None if high is None else high + shift
     first, full, edge, last = query_range(key0, nq, nk, low, high, BLOCK_Q, BLOCK_K)
+    if limits_ptr is not None:
+        group = H // Hk
+        tile = key0 // BLOCK_K
+        first, full, edge, last = narrowed(
+            limits_ptr, limit_strides, s, hk * group, group, tile, first, full, edge, last, BLOCK_Q
+        )
     at = key_start + key0
     key_ptr, k_stride = head_rows(key_ptr, k_strides, b, hk, at, ALIGNED)
     value_ptr, v_stride = head_rows(value_ptr, v_strides, b, hk, at, ALIGNED)
@@ -512,6 +532,13 @@ def _setting(query):
     return torch.backends.cuda.matmul.fp32_precision if query.dtype == torch.float32 else None
 
 
+def _limited(memory, kernel, pointers, strided, problem, queries=True):
+    """The launch of a kernel, after that of its mask's limits: of its tiles of queries, or of keys."""
+    block_q, block_k = tile_rows(kernel, strided, problem)
+    found, before = limits(memory, problem, block_q if queries else block_k, queries)
+    return [*before, plan(kernel, pointers, strided, problem, *found)]
+
+
 def _plan_forward(memory, query, key, value, mask, *others):
     """(out, lse), and the launches that write them. `others` as in `attention_fwd`, with the sinks after the seed."""
     *tensors, sinks = others[:6]
@@ -520,7 +547,7 @@ def _plan_forward(memory, query, key, value, mask, *others):
     out = result(memory, problem, (b, h, nq, dv))
     lse = statistics(memory, problem, (b, h, nq), float("-inf"))
     pointers = (query, key, value, sinks, out, lse)
-    return (out, lse), [plan(_forward_kernel, pointers, (query, key, value), problem)]
+    return (out, lse), _limited(memory, _forward_kernel, pointers, (query, key, value), problem)
 
 
 def _plan_decode(memory, query, key, value, mask, *others):
@@ -545,6 +572,7 @@ def _plan_backward(memory, grad_out, grad_lse, out, lse, query, key, value, mask
         shape, dtype = wanted
         alone = shape[:2] == (problem.sequences, query.size(1))
         everywhere = problem.low is None and problem.high is None and problem.visits_every_key
+        everywhere = everywhere and not looked_at(problem)
         written = everywhere or not alone
         grad_mask = memory.empty(query, shape, dtype) if written else memory.full(query, shape, 0.0, dtype)
     if need_slopes:
@@ -552,10 +580,10 @@ def _plan_backward(memory, grad_out, grad_lse, out, lse, query, key, value, mask
     pointers = (grad_out, grad_lse, query, key, value, out, lse, delta, grads[0], grad_distance)
     pointers += (grad_mask if alone else None,)
     strided = (grad_out, query, key, value, out)
-    launches = [plan(_grad_query_kernel, pointers, strided, problem)]
+    launches = _limited(memory, _grad_query_kernel, pointers, strided, problem)
     pointers = (grad_out, query, key, value, lse, delta, grads[1], grads[2])
     strided = (grad_out, query, key, value)
-    launches.append(plan(_grad_key_value_kernel, pointers, strided, problem))
+    launches += _limited(memory, _grad_key_value_kernel, pointers, strided, problem, queries=False)
     if wanted is not None and not alone:
         pointers = (grad_out, query, key, value, lse, delta, grad_mask)
         strided = (grad_out, query, key, value)

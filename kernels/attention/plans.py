@@ -14,7 +14,7 @@ from .blocks import NATURAL, RAW, SCALED
 SIZES = [
     "diagonal", "low", "high", "lower_right", "threshold", "S", "H", "Hk", "Nq", "Nk", "D", "DV", "max_queries",
     "max_keys", "mask_row", "mask_strides", "grad_mask_sizes", "g_strides", "q_strides", "k_strides", "v_strides",
-    "o_strides", "queries", "chunks",
+    "o_strides", "queries", "chunks", "limit_strides",
 ]  # fmt: skip
 _FAR = 2**30  # a limit this far from the diagonal hides nothing; its sums with positions fit 32 bits
 
@@ -302,28 +302,43 @@ def _tile(kernel, problem, head_dim, aligned):
     return block_q, block_k, warps, stages
 
 
+def _layout(kernel, strided, problem):
+    """(name, strides, whether all rows are aligned, tile) of a kernel."""
+    name = kernel.__name__.strip("_").removesuffix("_kernel")
+    strides = tuple(tensor.stride()[:3] for tensor in strided)
+    d, dv = problem.query.size(-1), problem.value.size(-1)
+    aligned = all(n % 8 == 0 for n in (d, dv, *sum(strides, ())))
+    return name, strides, aligned, _tile(name, problem, max(d, dv), aligned)
+
+
+def tile_rows(kernel, strided, problem):
+    """How many queries, and keys, a tile of a kernel has."""
+    return _layout(kernel, strided, problem)[-1][:2]
+
+
+def mask_layout(mask):
+    """(strides of sequences and heads, of rows or None, MASK_COLUMNS): see `biased`."""
+    by_sequence, by_head, by_row, by_column = (
+        0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
+    )
+    columns = 0
+    if by_column:
+        columns = 8 if all(n % 8 == 0 for n in (by_sequence, by_head, by_row)) else 1
+    return (by_sequence, by_head), by_row or None, columns
+
+
 def plan(kernel, pointers, strided, problem, *more):
     """One launch. Its arguments are `pointers`, the strides of `strided` and `more`, then what all kernels share."""
     query, key, value, mask = problem.query, problem.key, problem.value, problem.mask
     (_, h, nq, d), (hk, nk), dv = query.shape, key.shape[1:3], value.size(-1)
-    name = kernel.__name__.strip("_").removesuffix("_kernel")
-    strides = tuple(tensor.stride()[:3] for tensor in strided)
-    aligned = all(n % 8 == 0 for n in (d, dv, *sum(strides, ())))
-    block_q, block_k, warps, stages = _tile(name, problem, max(d, dv), aligned)
+    name, strides, aligned, (block_q, block_k, warps, stages) = _layout(kernel, strided, problem)
     if name == "decode":
         block_q = min(block_q, max(16, power_of_two(nq)))
     width = 32 if query.element_size() > 2 else 256  # width of the slices in which `tile_scores` reads a tile
     if name == "grad_mask" and width > 64:
         width = 64 if aligned else 32  # loads one by one: of 64 columns they spill on every GPU
     tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    mask_row, mask_columns, mask_strides = None, 0, (0, 0)
-    if mask is not None:
-        by_sequence, by_head, by_row, by_column = (
-            0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
-        )
-        mask_strides, mask_row = (by_sequence, by_head), by_row or None
-        if by_column:
-            mask_columns = 8 if all(n % 8 == 0 for n in (by_sequence, by_head, by_row)) else 1
+    mask_strides, mask_row, mask_columns = ((0, 0), None, 0) if mask is None else mask_layout(mask)
     constants = {
         "SCORES": problem.scores,
         "SOFTCAP": problem.softcap > 0,

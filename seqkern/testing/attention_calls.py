@@ -429,6 +429,67 @@ def most_negative_numbers(device: str = "cpu", module: str = OpCase.kernels) -> 
     assert all(t.isfinite().all() for t in grads)
 
 
+def patterns(queries: int, keys: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Boolean masks that hide whole tiles, of 2 sequences (or all) and 2 heads (or all); True is visible."""
+    i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+    lengths = torch.tensor([keys, keys // 3], device=device)[:, None, None, None]
+    causal = j <= i + keys - queries
+    far = torch.tensor([10, 60], device=device)[:, None, None]
+    rows = torch.zeros(2, 1, queries, keys, dtype=torch.bool, device=device)
+    rows[0, :, 5, 7] = rows[1, :, queries - 1, keys - 1] = True
+    return {
+        "causal": causal[None, None],
+        "window": (causal & (j > i - 20))[None, None],
+        "padded": (j < lengths).expand(2, 1, queries, keys),
+        "padded on the left": (j >= keys - lengths) & causal,
+        "a row": j < lengths,
+        "a column": (i < 40)[None, None].expand(1, 1, queries, 1),
+        "by head": (j <= i + far)[None] & (j >= i - far),
+        "hidden": torch.zeros(1, 1, queries, keys, dtype=torch.bool, device=device),
+        "a pair": rows,
+    }
+
+
+def hidden_tiles(limits: Any, device: str = "cpu", module: str = OpCase.kernels) -> None:
+    """What a mask hides from a whole tile is not visited, and no bit tells: `limits` is the module that looks at masks.
+
+    Infinite keys and values behind the first and last that a mask shows to any query would be NaN if they were read.
+    """
+    kernels = importlib.import_module(module)
+    forget = importlib.import_module("seqkern.kernels._replay").forget
+    queries, keys = 70, 100
+    for n, (name, mask) in enumerate(patterns(queries, keys, device).items()):
+        for kind, band in (("bool", -1), (("added", "gradient")[n % 2], (-1, 40)[n // 2 % 2])):
+            case = OpCase(lengths=((queries, keys),) * 2, heads=2, head_dim=16, value_dim=16, device=device)
+            arguments = build(replace(case, left=band, right=band), 0)
+            given = mask if kind == "bool" else torch.zeros(mask.shape, device=device).masked_fill(~mask, -math.inf)
+            need = kind == "gradient"
+            arguments["attn_mask"] = given.expand(*given.shape[:2], queries, keys) if need else given
+            found = []
+            for few in (limits.FEW, 1 << 30):  # with and without
+                before, limits.FEW = limits.FEW, few
+                forget()
+                try:
+                    out, lse = kernels.attention_fwd(**arguments)
+                    others = {k: v for k, v in arguments.items() if k != "sinks"}
+                    grads = kernels.attention_bwd(
+                        out, None, **others, out=out, lse=lse, need_mask=need, need_slopes=False
+                    )
+                    found.append((out, lse, *grads))
+                finally:
+                    limits.FEW = before
+                    forget()
+            for mine, plain in zip(*found, strict=True):
+                assert torch.equal(mine, plain), (name, kind, band)
+        for sequence, seen in enumerate(mask.expand(2, 2, queries, keys).any(1).any(1)):
+            visible = seen.nonzero().flatten().tolist() or [keys]  # or none, from a block on that is not there
+            arguments = build(case, 0) | {"attn_mask": mask}
+            for part in (slice(visible[0] // 64 * 64), slice((visible[-1] // 64 + 1) * 64, keys)):
+                for each in ("key", "value"):
+                    arguments[each][sequence, :, part] = math.inf
+            assert kernels.attention_fwd(**arguments)[0][sequence].isfinite().all(), name
+
+
 # ---- cases by name -------------------------------------------------------------------------------------------------
 
 # One option each, and several at once; lengths cross the blocks of 16 to 64 rows that the kernels take off the GPU.

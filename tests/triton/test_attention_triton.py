@@ -16,6 +16,7 @@ import torch
 from seqkern.testing.attention_calls import (
     CASES,
     check,
+    hidden_tiles,
     most_negative_numbers,
     sample,
     sequences_apart,
@@ -56,6 +57,17 @@ def test_compiled_most_negative_numbers() -> None:
     most_negative_numbers("cuda")
 
 
+@pytest.mark.gpu
+def test_compiled_hidden_tiles() -> None:
+    from seqkern.kernels.attention import limits
+
+    hidden_tiles(limits, "cuda")
+
+
+def test_interpreted_hidden_tiles(interpreted: Callable[..., None]) -> None:
+    interpreted(__file__, "hidden_tiles")
+
+
 def main(first: int = RANDOM.start, last: int = RANDOM.stop) -> None:
     """Everything that `check` is asked, or the samples first ... last - 1 alone."""
     cases = [(case, 0) for case in CASES.values()] if first == RANDOM.start else []
@@ -71,4 +83,9 @@ def main(first: int = RANDOM.start, last: int = RANDOM.stop) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1:] == ["hidden_tiles"]:
+        from seqkern.kernels.attention import limits
+
+        hidden_tiles(limits)
+    else:
+        main(*map(int, sys.argv[1:]))
