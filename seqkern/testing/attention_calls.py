@@ -450,14 +450,21 @@ def patterns(queries: int, keys: int, device: str = "cpu") -> dict[str, torch.Te
     }
 
 
-def hidden_tiles(limits: Any, device: str = "cpu", module: str = OpCase.kernels) -> None:
-    """What a mask hides from a whole tile is not visited, and no bit tells: `limits` is the module that looks at masks.
+def hidden_tiles(device: str = "cpu", module: str = OpCase.kernels, limits: Any = None) -> None:
+    """What a mask hides from a whole tile is not visited, and no bit tells.
+
+    `limits` is the module that decides whether masks are looked at. Without it, the kernels have the same bits for a
+    mask of numbers of every sequence and head, which are not looked at.
 
     Infinite keys and values behind the first and last that a mask shows to any query would be NaN if they were read.
     """
     kernels = importlib.import_module(module)
-    forget = importlib.import_module("seqkern.kernels._replay").forget
     queries, keys = 70, 100
+
+    def forget() -> None:
+        if limits is not None:
+            importlib.import_module("seqkern.kernels._replay").forget()
+
     for n, (name, mask) in enumerate(patterns(queries, keys, device).items()):
         for kind, band in (("bool", -1), (("added", "gradient")[n % 2], (-1, 40)[n // 2 % 2])):
             case = OpCase(lengths=((queries, keys),) * 2, heads=2, head_dim=16, value_dim=16, device=device)
@@ -466,8 +473,14 @@ def hidden_tiles(limits: Any, device: str = "cpu", module: str = OpCase.kernels)
             need = kind == "gradient"
             arguments["attn_mask"] = given.expand(*given.shape[:2], queries, keys) if need else given
             found = []
-            for few in (limits.FEW, 1 << 30):  # with and without
-                before, limits.FEW = limits.FEW, few
+            for looked in (True, False):
+                before = 0 if limits is None else limits.FEW
+                if not looked and limits is None:
+                    arguments["attn_mask"] = torch.zeros(2, 2, queries, keys, device=device).masked_fill(
+                        ~mask, -math.inf
+                    )
+                elif not looked:
+                    limits.FEW = 1 << 30
                 forget()
                 try:
                     out, lse = kernels.attention_fwd(**arguments)
@@ -477,9 +490,10 @@ def hidden_tiles(limits: Any, device: str = "cpu", module: str = OpCase.kernels)
                     )
                     found.append((out, lse, *grads))
                 finally:
-                    limits.FEW = before
+                    if limits is not None:
+                        limits.FEW = before
                     forget()
-            for mine, plain in zip(*found, strict=True):
+            for mine, plain in zip(*(each[: 5 if limits is None else None] for each in found), strict=True):
                 assert torch.equal(mine, plain), (name, kind, band)
         for sequence, seen in enumerate(mask.expand(2, 2, queries, keys).any(1).any(1)):
             visible = seen.nonzero().flatten().tolist() or [keys]  # or none, from a block on that is not there

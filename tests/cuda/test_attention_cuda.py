@@ -139,6 +139,10 @@ def lengths_list(device: str, pairs: list[tuple[int, int]], *dims: int) -> None:
                 assert_passed(check_case(attention_case(**size), dtype, device=device), size, dtype)
 
 
+def check_hidden_tiles(device: str) -> None:
+    calls.hidden_tiles(device, "seqkern._attention_cuda")
+
+
 def check_lengths(device: str) -> None:
     """FlashAttention-3's list, the lengths below 240 with tiny heads."""
     lengths_list(device, [pair for pair in LENGTHS if max(pair) < 240], 16)

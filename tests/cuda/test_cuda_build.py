@@ -68,6 +68,7 @@ BUDGETS: list[Budget] = [
     Budget(r"attention_forward::attention_forward_kernel<.*>", 255),
     # Attention backward: eight warps a multiprocessor, so that sums of 16 x 256 fit a warp.
     Budget(r"attention_grad::grad_(query|key)_kernel<(BFloat16|Half|float), .*>", 255),
+    Budget(r"attention_limits::mask_limits_kernel", 64),
     Budget(r"attention_grad::grad_mask_kernel<(BFloat16|Half|float)>", 240),
     # One block a multiprocessor; its warps then hand registers to each other: 160 and 32 of four warpgroups, or 240 and
     # 24 of three.

@@ -61,7 +61,7 @@ def test_compiled_most_negative_numbers() -> None:
 def test_compiled_hidden_tiles() -> None:
     from seqkern.kernels.attention import limits
 
-    hidden_tiles(limits, "cuda")
+    hidden_tiles("cuda", limits=limits)
 
 
 def test_interpreted_hidden_tiles(interpreted: Callable[..., None]) -> None:
@@ -86,6 +86,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["hidden_tiles"]:
         from seqkern.kernels.attention import limits
 
-        hidden_tiles(limits)
+        hidden_tiles(limits=limits)
     else:
         main(*map(int, sys.argv[1:]))

@@ -176,8 +176,10 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const optional<T
   const StridedTensor rows(out);
   p.call.tf32 = tf32;
   p.call.vectors = p.call.vectors && rows.vectors();
-  const AttentionForwardCuda f{p.call, rows.write(), static_cast<float*>(lse.mutable_data_ptr())};
   const AttentionCall call{a.op, s.dtype, a.query, current_stream(a.query)};
+  optional<Tensor> limits;
+  if (p.scores() && looks_at_mask(p.call, a.attn_mask)) limits = look_at_mask(call, p.call, *a.attn_mask, false);
+  const AttentionForwardCuda f{p.call, rows.write(), static_cast<float*>(lse.mutable_data_ptr())};
   if (takes_hopper(a.op, path, [&] { return hopper_serves_forward(call, f); })) {
     launch_attention_forward_hopper(call, f);
     return {out, lse};
@@ -219,6 +221,9 @@ BackwardResults backward(const AttentionArguments& a, const Tensor& grad_out, co
   for (const StridedTensor* rows : {&gradient, &result, &query_rows, &key_rows, &value_rows})
     p.call.vectors = p.call.vectors && rows->vectors();
 
+  const AttentionCall call{a.op, s.dtype, a.query, current_stream(a.query)};
+  optional<Tensor> limits;
+  if (looks_at_mask(p.call, a.attn_mask)) limits = look_at_mask(call, p.call, *a.attn_mask, true);
   AttentionBackwardCuda b{};
   b.call = p.call;
   b.grad_out = gradient.read();
@@ -235,7 +240,6 @@ BackwardResults backward(const AttentionArguments& a, const Tensor& grad_out, co
     b.mask_sequences = static_cast<int>(grad_mask.size(0));
     b.mask_heads = static_cast<int>(grad_mask.size(1));
   }
-  const AttentionCall call{a.op, s.dtype, a.query, current_stream(a.query)};
   if (takes_hopper(a.op, path, [&] { return hopper_serves_backward(call, b); })) {
     launch_attention_backward_hopper(call, b);
     return {grad_query, grad_key, grad_value, grad_mask, grad_distance};

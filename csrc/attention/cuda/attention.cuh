@@ -50,6 +50,15 @@ struct AttentionIntegers {
   }
 };
 
+// For each block of kLimitRows queries (or keys) of a mask, the first and last + 1 key (or query) that it shows to any
+// of them; limits.cuh. data null: the mask was not looked at.
+constexpr int kLimitRows = 32;
+struct AttentionLimits {
+  const int* data;
+  int heads;                  // of the mask
+  int64_t sequence, of_head;  // strides; 0 where the mask is shared
+};
+
 // A call. Absent options are null.
 struct AttentionCuda {
   AttentionTensor query, key, value;
@@ -74,7 +83,8 @@ struct AttentionCuda {
   const void* mask;      // added to the scores, or boolean: which pairs are visible
   MaskType mask_type;
   int64_t mask_strides[4];  // sequence, head, query, key; 0 where it broadcasts
-  const int64_t* seed;      // of dropout
+  AttentionLimits query_limits, key_limits;
+  const int64_t* seed;  // of dropout
   uint32_t threshold;
   float keep_scale;  // 1 / (1 - p)
 
@@ -158,6 +168,27 @@ SK_DEVICE AttentionRange query_range(const AttentionPlace& at, int key0, int row
   r.first = min(r.last, max(0, key0 - at.high)) / block * block;
   r.full = (min(r.last, max(0, end - 1 - at.high)) + block - 1) / block * block;
   r.edge = max(r.edge, r.full);
+  return r;
+}
+
+// A range within the limits of rows [row0, row0 + rows) of heads [head, head + heads) of sequence s.
+SK_DEVICE AttentionRange narrowed(AttentionRange r, const AttentionLimits& limits, int64_t s, int head, int heads,
+                                  int row0, int rows, int end, int block) {
+  if (limits.data == nullptr || row0 >= end) return r;
+  int first = kAttentionFar, last = 0;
+  const int final = (min(row0 + rows, end) - 1) / kLimitRows;
+  for (int h = head; h < head + heads; ++h) {
+    const int* const of = limits.data + s * limits.sequence + h * limits.of_head;
+    for (int n = row0 / kLimitRows; n <= final; ++n) {
+      first = min(first, of[2 * n]);
+      last = max(last, of[2 * n + 1]);
+    }
+  }
+  const int start = min(first, last) / block * block;
+  r.first = max(r.first, start);
+  r.full = max(r.full, start);
+  r.last = min(r.last, last);
+  r.edge = max(r.full, min(r.edge, (last + block - 1) / block * block));
   return r;
 }
 

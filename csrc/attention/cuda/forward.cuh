@@ -101,10 +101,14 @@ __global__ void __launch_bounds__(Shape<T, kDim, kOptions>::kThreads, Shape<T, k
       const AttentionPlace at = place_of(c, tile.sequence);
       const int query0 = tile.block * S::kRows;
       const int kv_head = tile.head / (c.heads / c.kv_heads);
+      AttentionRange range = key_range(at, query0, S::kRows, kKeys);
+      if constexpr (kOptions) {
+        range = narrowed(range, c.query_limits, tile.sequence, tile.head, 1, query0, S::kRows, at.queries, kKeys);
+      }
       *work = {tile.head,
                tile.sequence,
                query0,
-               key_range(at, query0, S::kRows, kKeys),
+               range,
                at,
                c.key.at<T>(at.batch, kv_head, at.key_row),
                c.value.at<T>(at.batch, kv_head, at.key_row)};

@@ -43,7 +43,10 @@ SK_DEVICE void grad_key_tile(const AttentionBackwardCuda& p, const AttentionTile
   const int s = tile.sequence, hk = tile.head, key0 = tile.block * block_rows;
   const AttentionPlace at = place_of(call, s);
   const int D = call.head_dim, DV = call.value_dim, group = call.heads / call.kv_heads;
-  const AttentionRange range = query_range(at, key0, block_rows, columns);
+  AttentionRange range = query_range(at, key0, block_rows, columns);
+  if constexpr (kOptions) {
+    range = narrowed(range, call.key_limits, s, hk * group, group, key0, block_rows, at.keys, columns);
+  }
 
   // K; V, if dK is wanted; the ring; lse and delta of two chunks.
   unsigned char *key = memory, *value = key + block_rows * kRow, *ring = value + (kKeys ? block_rows * kRow : 0);

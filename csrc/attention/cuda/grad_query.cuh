@@ -62,7 +62,12 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
   const int s = tile.sequence, h = tile.head, hk = h / (call.heads / call.kv_heads), query0 = tile.block * block_rows;
   const AttentionPlace at = place_of(call, s);
   const int D = call.head_dim, DV = call.value_dim;
-  const AttentionRange range = key_range(at, query0, block_rows, columns);
+  const auto range_of = [&](const AttentionPlace& place) {
+    const AttentionRange all = key_range(place, query0, block_rows, columns);
+    if constexpr (!kOptions) return all;
+    return narrowed(all, call.query_limits, s, h, 1, query0, block_rows, place.queries, columns);
+  };
+  const AttentionRange range = range_of(at);
 
   unsigned char *query = memory, *grad_out = query + block_rows * kRow, *ring = grad_out + block_rows * kRow;
   const auto load = [&](int key0, int slot) {
@@ -189,7 +194,7 @@ SK_DEVICE void grad_query_tile(const AttentionBackwardCuda& p, const AttentionTi
       }
     }
     if (own_mask) {  // columns that no chunk reached
-      const AttentionRange seen = key_range(to, query0, block_rows, columns);
+      const AttentionRange seen = range_of(to);
       const int begin = seen.first, end = begin < seen.last ? ceil_div(seen.last, columns) * columns : begin;
       const int hidden = begin + max(0, call.max_keys - end), rows = min(block_rows, call.max_queries - query0);
       for (int row = warp; row < rows; row += threads / 32) {

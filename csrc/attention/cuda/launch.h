@@ -2,6 +2,7 @@
 // kernel's file.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "attention.cuh"
@@ -33,6 +34,11 @@ struct AttentionBackwardCuda {
   void* grad_mask;                 // contiguous, in the mask's dtype, or null
   int mask_sequences, mask_heads;  // its sizes: number of sequences or 1, number of heads or 1
 };
+
+// Whether a call's mask is looked at (limits.cuh). Then: sets the limits of the call, of keys too for a backward pass,
+// and returns their memory.
+bool looks_at_mask(const AttentionCuda& call, const std::optional<Tensor>& mask);
+Tensor look_at_mask(const AttentionCall& call, AttentionCuda& c, const Tensor& mask, bool keys);
 
 void launch_attention_forward(const AttentionCall& call, const AttentionForwardCuda& forward);
 void launch_attention_backward(const AttentionCall& call, const AttentionBackwardCuda& backward);
