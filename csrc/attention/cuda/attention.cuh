@@ -177,8 +177,10 @@ SK_DEVICE AttentionRange narrowed(AttentionRange r, const AttentionLimits& limit
   if (limits.data == nullptr || row0 >= end) return r;
   int first = kAttentionFar, last = 0;
   const int final = (min(row0 + rows, end) - 1) / kLimitRows;
+#pragma unroll 1
   for (int h = head; h < head + heads; ++h) {
     const int* const of = limits.data + s * limits.sequence + h * limits.of_head;
+#pragma unroll 1
     for (int n = row0 / kLimitRows; n <= final; ++n) {
       first = min(first, of[2 * n]);
       last = max(last, of[2 * n + 1]);
