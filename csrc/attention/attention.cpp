@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optio
       const Sequence& s = p.sequences[static_cast<size_t>(item.sequence)];
       const DecodeChunks& d = decode[static_cast<size_t>(item.sequence)];
       const int64_t head = d.chunks > 0 ? item.head * p.group : item.head, kv_head = head / p.group;
-      AttentionForward args{.shape = shape,
+      AttentionForward args{.shape = p.shape_of(s),
                             .sequence = s.band,
                             .bias = p.bias(s, head),
                             .query = q.rows(s.batch, head, s.query_row),
@@ -257,7 +257,7 @@ struct Backward {
   AttentionBackward arguments(int32_t index, int64_t head) const {
     const Sequence& s = p.sequences[static_cast<size_t>(index)];
     const int64_t kv_head = head / p.group, row = p.row(s, head);
-    AttentionBackward args{.shape = p.shape,
+    AttentionBackward args{.shape = p.shape_of(s),
                            .sequence = s.band,
                            .bias = p.bias(s, head),
                            .decode = is_decode(p, kernels, s.band, op),

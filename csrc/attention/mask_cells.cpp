@@ -1,9 +1,9 @@
 // Attention, host side: what a mask does to each of its cells, once a call.
 //
-// Masks are handed over as matrices that mostly say the same in large regions: causal, windowed, padded. The kernels
-// skip cells that are hidden and take those that are all seen without the mask, so such a matrix costs about what the
-// option of that name costs. Cells are looked at row by row until all of a line are mixed: a dense bias costs its first
-// rows.
+// Masks are handed over as matrices that mostly say the same in large regions: causal, windowed, padded. What
+// is one band in all becomes the sequence's band (mask_bands.cpp). Of others, the kernels skip cells that are hidden
+// and take those that are all seen without the mask. Cells are looked at row by row until all of a line are mixed: a
+// dense bias costs its first rows.
 #include <algorithm>
 #include <cstring>
 
@@ -98,13 +98,15 @@ Tensor in_rows(const Tensor& mask) {
 
 }  // namespace
 
-void find_cells(AttentionProblem& p, int64_t queries, int64_t keys) {
+void look_at_mask(AttentionProblem& p, int64_t queries, int64_t keys) {
   if (queries <= kFewQueries || keys < kMaskCell || p.mask->numel() == 0 || p.heads == 0) return;
   if (p.mask_strides[3] != 1) {
     if (p.mask_strides[3] == 0) return;  // one element for all keys
     p.mask = in_rows(*p.mask);
     for (int64_t dim = 0; dim < 4; ++dim) p.mask_strides[dim] = p.mask->size(dim) == 1 ? 0 : p.mask->stride(dim);
   }
+  find_bands(p, queries, keys);
+  if (!p.mask) return;
   const int64_t matrices[2] = {p.mask_strides[0] ? p.mask->size(0) : 1, p.mask_strides[1] ? p.mask->size(1) : 1};
   const int64_t rows = p.mask_strides[2] ? queries : 1;
   p.cell_rows = blocks(rows, kMaskCell);

@@ -82,19 +82,25 @@ void Heads::zero(int64_t batch, int64_t head, int64_t begin, int64_t end) const 
   }
 }
 
+AttentionShape AttentionProblem::shape_of(const Sequence& s) const {
+  AttentionShape own = shape;
+  if (s.mask_is_band) own.mask = MaskType::none;
+  return own;
+}
+
 AttentionBias AttentionProblem::bias(const Sequence& s, int64_t head) const {
   AttentionBias b;
   if (slopes) {
     b.slopes = static_cast<const char*>(slopes->const_data_ptr()) + (s.index * heads + head) * slopes->element_size();
   }
-  if (mask) {
+  if (mask && !s.mask_is_band) {
     b.mask = static_cast<const char*>(mask->const_data_ptr()) +
              (s.index * mask_strides[0] + head * mask_strides[1]) * mask->element_size();
     b.mask_head_stride = mask_strides[1];
     b.mask_row_stride = mask_strides[2];
     b.mask_key_stride = mask_strides[3];
   }
-  if (!cells.empty()) {
+  if (!cells.empty() && !s.mask_is_band) {
     const int64_t heads_of_mask = mask_strides[1] ? heads : 1;
     const int64_t matrix = (mask_strides[0] ? s.index : 0) * heads_of_mask + (mask_strides[1] ? head : 0);
     b.cells = cells.data() + matrix * cell_rows * cell_columns;
@@ -120,7 +126,7 @@ AttentionProblem check(const AttentionArguments& a) {
         Dropout::with(a.dropout_p, static_cast<uint64_t>(*static_cast<const int64_t*>(a.seed->const_data_ptr())));
   if (a.alibi_slopes) p.slopes = as_contiguous(*a.alibi_slopes);
   find_sequences(a, p);
-  if (p.mask) find_cells(p, a.max_queries, a.max_keys);
+  if (p.mask) look_at_mask(p, a.max_queries, a.max_keys);
   return p;
 }
 

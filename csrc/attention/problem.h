@@ -14,18 +14,20 @@ namespace seqkern {
 struct Sequence {
   AttentionSequence band;
   int64_t index, batch, query_row, key_row;
-  int64_t key_rows;  // key_lengths may hide the last ones
+  int64_t key_rows;   // key_lengths may hide the last ones
+  bool mask_is_band;  // what the mask says is in `band`
 };
 
 struct AttentionProblem : AttentionSizes {
   AttentionShape shape;
   std::vector<Sequence> sequences;
   std::optional<Tensor> mask, slopes;
-  std::vector<MaskCell> cells;  // of the mask's matrices: `find_cells`
+  std::vector<MaskCell> cells;  // of the mask's matrices: `look_at_mask`
   int64_t cell_rows = 0, cell_columns = 0;
 
   // The index of a head's first row, for tensors with one number a query.
   int64_t row(const Sequence& s, int64_t head) const { return (s.batch * heads + head) * query_rows + s.query_row; }
+  AttentionShape shape_of(const Sequence& s) const;
   AttentionBias bias(const Sequence& s, int64_t head) const;
 };
 
@@ -55,8 +57,10 @@ struct Heads {
 
 AttentionProblem check(const AttentionArguments& arguments);
 
-// Brings a mask into rows and looks at its cells, where that pays: mask_cells.cpp.
-void find_cells(AttentionProblem& problem, int64_t queries, int64_t keys);
+// Brings a mask into rows and looks for bands and at its cells, where that pays: mask_cells.cpp.
+void look_at_mask(AttentionProblem& problem, int64_t queries, int64_t keys);
+// Makes boolean masks the sequences' bands, where they are bands: mask_bands.cpp.
+void find_bands(AttentionProblem& problem, int64_t queries, int64_t keys);
 
 inline int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
 

@@ -193,8 +193,9 @@ def attention(
             query stands at the last key, which is what decoding with cached keys needs; "upper_left": d = 0, the first
             query stands at the first key.
         attn_mask: broadcasts to (B, H, Nq, Nk). bool: True is visible; float32 or the query's dtype: added to the
-            scores, and differentiable. Read in place, with any strides. On CPU a matrix that is causal, padded or
-            windowed costs little more than the option: cells of 32 x 32 that hide all or nothing are skipped.
+            scores, and differentiable. Read in place, with any strides. On CPU a boolean matrix that is a band
+            (causal, windowed, padded behind, or several of them) becomes the option; of other matrices, cells of 32 by
+            32 that hide all or nothing cost nothing.
         bias: broadcasts to (B, H, Nq, Nk), float32 or the query's dtype: added to the scores, and differentiable; for
             position biases beside a boolean attn_mask. The two become one mask of their common shape.
         key_lengths: (B,), int32 or int64: sequence b has only the first key_lengths[b] keys, all for a number above Nk,

@@ -180,16 +180,79 @@ def wide(options):
     return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in options.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_mask_says_costs_no_bits_beside_the_option(dtype, isa):
-    """Causal by mask and by option: the same numbers to rounding, and the same gradients."""
+BANDS = {  # a mask, and what says the same
+    "causal": {"causal": True, "causal_align": "lower_right"},
+    "window": {"window": (40, 0), "causal_align": "lower_right"},
+    "padded": {"key_lengths": torch.tensor([KEYS, 70])},
+    "all": {},
+    "none": {"key_lengths": torch.tensor([0, 0])},
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_mask_that_is_a_band_is_the_option(name, dtype, isa):
+    """The same bits of the output and the gradients, and beside other options."""
     q, k, v = inputs(dtype)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    by_mask = results(lambda *t: seqkern.attention(*t, attn_mask=pattern("causal")), (q, k, v), dtype, grad)
-    by_option = results(lambda *t: seqkern.attention(*t, causal=True), (q, k, v), dtype, grad)
-    exact = results(lambda *t: reference_of(*t, pattern("causal")), (q, k, v), torch.float64, grad)
-    for a, b, c in zip(by_mask, by_option, exact, strict=True):
-        assert compare(a, b, c).passed
+    slopes = torch.rand(H, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+    def run(**given):
+        with poison():
+            return results(lambda *t: seqkern.attention(*t, **given), (q, k, v), dtype, grad)
+
+    align = BANDS[name].get("causal_align", "upper_left")
+    for beside in ({}, {"softcap": 3.0}, {"alibi_slopes": slopes, "causal_align": align}):
+        assert all(map(torch.equal, run(attn_mask=pattern(name), **beside), run(**(BANDS[name] | beside))))
+
+
+def test_a_sample_whose_mask_is_a_band_does_not_depend_on_others(isa):
+    q, k, v = inputs(torch.float32)
+    mask = torch.cat([pattern("causal")[:1], pattern("random")[1:]])
+    together = seqkern.attention(q, k, v, attn_mask=mask)
+    for sample in range(B):
+        one = slice(sample, sample + 1)
+        assert torch.equal(seqkern.attention(q[one], k[one], v[one], attn_mask=mask[one]), together[one])
+
+
+def nearly_a_band(g: torch.Generator, rows: int, columns: int) -> torch.Tensor:
+    """A band with random edges and a random length; in half of the cases with one element turned, mostly at an edge."""
+
+    def one(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=g))
+
+    lower, upper = one(-rows - 5, columns), one(-rows, columns + 5)
+    q, k = torch.arange(rows)[:, None], torch.arange(columns)
+    seen = (k >= q + lower) & (k <= q + upper) & (k < one(0, columns + 20))
+    if one(0, 2):
+        row = one(0, rows)
+        edges = (0, columns - 1, row + lower, row + lower - 1, row + upper, row + upper + 1, one(0, columns))
+        column = min(max(edges[one(0, len(edges))], 0), columns - 1)
+        seen[row, column] ^= True
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bands_and_what_is_nearly_one(seed):
+    """Exact in float64: one element that is not the band's changes the result, and no other is changed."""
+    g = torch.Generator().manual_seed(seed)
+    rows, columns = (int(torch.randint(33, 200, (1,), generator=g)) for _ in range(2))
+    q, k, v = (torch.randn(2, 2, n, 8, generator=g, dtype=torch.float64) for n in (rows, columns, columns))
+    heads = 1 + seed % 2
+    mask = torch.stack([nearly_a_band(g, rows, columns) for _ in range(2 * heads)]).view(2, heads, rows, columns)
+    options = ({}, {"causal": True}, {"window": (50, 30)}, {"key_lengths": torch.tensor([columns, 40])})[seed // 2 % 4]
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = seqkern.attention(*leaves, attn_mask=mask, **options)
+        return [out, *torch.autograd.grad(out, leaves, torch.cos(out.detach() * 7))]
+
+    with poison():
+        found = run()
+    with seqkern.use_backend("reference"):
+        exact = run()
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -80,6 +80,16 @@ def test_a_changed_source_is_proven_again(
     assert (other and digest(other)) == before[1]
 
 
+def test_a_changed_docstring_leaves_it_proven(tree: Path, digest: Callable[[str], str]) -> None:
+    path = tree / "seqkern" / "ops" / "attention.py"
+    before, text = digest("test_attention_cuda"), path.read_text()
+    path.write_text(text.replace("broadcasts to", "is broadcast to"))
+    assert path.read_text() != text
+    assert digest("test_attention_cuda") == before
+    path.write_text(text.replace('"""', '"""\n', 1).replace("def attention(", "def attention_(", 1))
+    assert digest("test_attention_cuda") != before
+
+
 def test_a_moved_test_is_still_proven(tree: Path, digest: Callable[[str], str]) -> None:
     before = digest("test_attention_cuda")
     path = named(tree, "tests/**/cuda_checks.py")
