@@ -3,9 +3,10 @@
     python tests/matrix.py --torch 2.10.0 newest --transformers 5.0.0 5.24.0 --python 3.11 -- -k llama
 
 A torch has an environment of its own for each Python (`tests/versions.py`; several GB each), a transformers a folder
-of its own that is put first on the module path. A cell is run, or says why it was not: no such Python here, or no such
-version for it. What the tests said goes to build/matrix/*.xml, and the table, for docs/numerics.md, to
-build/matrix/table.md and to the screen. Cells that have a report already are not run again: `--again` does.
+of its own that is put first on the module path. A cell is run, or says why it was not: no such Python here, no such
+version for it, or a transformers that seqkern refuses. What the tests said goes to build/matrix/*.xml, and the table,
+for docs/numerics.md, to build/matrix/table.md and to the screen. Cells that have a report already are not run again:
+`--again` does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TORCH = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "newest")
 TRANSFORMERS = ("5.0.0", "5.8.1", "5.16.1", "5.24.0")
 PYTHON = ("3.10", "3.11", "3.12", "3.13")
 TESTS = ("tests/integrations",)
-NOT_RUN = "not run"
+NOT_RUN, REFUSED = "not run", "too old: refused"
 
 
 def interpreter(version: str) -> str | None:
@@ -52,6 +53,13 @@ def installed(python: Path, transformers: str) -> Path | None:
     return folder
 
 
+def refused(environment: Path, variables: dict[str, str]) -> bool:
+    """Whether seqkern says that this transformers is too old."""
+    command = [environment, "-c", "import seqkern.integrations.transformers"]
+    said = subprocess.run(command, cwd=ROOT, env=variables, check=False, capture_output=True, text=True)
+    return said.returncode != 0 and "needs transformers >=" in said.stderr
+
+
 def run(python: str, torch: str, transformers: str, options: list[str], again: bool) -> str:
     """A cell of the table."""
     found = interpreter(python)
@@ -67,10 +75,12 @@ def run(python: str, torch: str, transformers: str, options: list[str], again: b
         folder = installed(environment, transformers)
         if folder is None:
             return NOT_RUN
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "editable")])}
+        if refused(environment, variables):
+            return REFUSED
         command = [environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
         command += ["-n", os.environ.get("WORKERS", "2"), "--dist", "worksteal", *options]
-        path = os.pathsep.join([str(folder), str(ROOT / "editable")])
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False)
+        subprocess.run(command, cwd=ROOT, env=variables, check=False)
     if not report.exists():
         return "no report"
     row = counts(report)

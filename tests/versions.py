@@ -35,6 +35,9 @@ def prepare(version: str, interpreter: str = sys.executable) -> Path:
         subprocess.run([interpreter, "-m", "venv", "--clear", folder], check=True)
         torch = "torch" if version == "newest" else f"torch=={version}"
         subprocess.run([python, "-m", "pip", "install", "-q", torch, *PACKAGES], check=True)
+        if subprocess.run([python, "-c", "import triton"], check=False, stderr=subprocess.DEVNULL).returncode:
+            pinned = ["-c", str(ROOT / "constraints.txt"), "triton"]  # builds for the CPU bring none
+            subprocess.run([python, "-m", "pip", "install", "-q", *pinned], check=True)
         (folder / ".stamp").touch()
     return python
 
