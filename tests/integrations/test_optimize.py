@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import warnings
 from typing import Any
 
@@ -397,6 +398,10 @@ def test_models_of_transformers(name: str) -> None:
     kinds = [type(m) for m in model.modules()]
     expected = model(**call).logits
     seqkern.optimize(model)
+    if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):  # T5 of old versions
+        assert model.config._attn_implementation == "eager"
+        assert "not through transformers' interface" in str(seqkern.explain(model))
+        pytest.skip("this version's model has no attention interface")
     assert model.config._attn_implementation == "seqkern"
     norms = [m for m in model.modules() if "Norm" in type(m).__name__]
     assert norms
