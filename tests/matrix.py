@@ -43,7 +43,7 @@ def installed(python: Path, transformers: str) -> Path | None:
         part = folder.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
         # numpy and what else the environment has come along a second time and would hide the environment's own.
-        command = [python, "-m", "pip", "install", "-q", "--target", part, f"transformers=={transformers}", "kernels"]
+        command = [python, "-m", "pip", "install", "-q", "--target", part, f"transformers=={transformers}"]
         if subprocess.run(command, check=False).returncode:
             return None
         for name in ("torch", "numpy", "triton"):

@@ -251,7 +251,8 @@ struct Backward {
   const Heads grad_query, grad_key, grad_value, key_sum, value_sum;
   const Tensor grad_mask, distance;
   const char* op;
-  const bool own_mask;  // each head of each sequence has its own mask
+  const bool own_mask;   // each head of each sequence has its own mask
+  const bool sums_mask;  // each head has its own, and a worker takes a query block of all sequences: run_backward
   const Packed packed;
 
   AttentionBackward arguments(int32_t index, int64_t head) const {
@@ -275,6 +276,7 @@ struct Backward {
                            .value_sum = value_sum.mutable_rows(s.batch, kv_head, s.key_row),
                            .distance = p.shape.need_slopes ? offset(distance, row) : nullptr,
                            .grad_mask = {nullptr, 0},
+                           .mask_sum = {nullptr, 0},
                            .packed = packed.address(index, kv_head)};
     if (own_mask) {
       const int64_t rows = grad_mask.size(2), columns = grad_mask.size(3);
@@ -326,7 +328,8 @@ void run_backward(const Backward& b, const char* op) {
   const AttentionProblem& p = b.p;
   const AttentionKernels& kernels = b.kernels;
   // All query blocks that share a key head form a chain. Chains run in parallel, those with the most blocks left first,
-  // and within a chain the longest blocks come first.
+  // and within a chain the longest blocks come first. If all sequences share the mask of a head, an item is a block of
+  // each of them, and owns these rows of the mask's gradient: sums in the order of the sequences.
   const auto length = [&](const AttentionSequence& s) { return p.group * blocks(s.queries, kernels.block_q); };
   const std::vector<int32_t> order = longest_first(p, length);
   std::vector<int64_t> first_turn(p.sequences.size());
@@ -338,7 +341,7 @@ void run_backward(const Backward& b, const char* op) {
   }
   std::vector<Item> items;  // head: key head; block: position in the chain
   for (int64_t left = longest; left > 0; --left) {
-    for (const int32_t index : order) {
+    for (const int32_t index : b.sums_mask ? std::vector<int32_t>{0} : order) {
       const int64_t count = length(p.sequences[static_cast<size_t>(index)].band);
       if (count < left) break;
       for (int32_t head = 0; head < p.kv_heads; ++head) items.push_back({index, head, count - left});
@@ -346,31 +349,49 @@ void run_backward(const Backward& b, const char* op) {
   }
   const auto count = static_cast<int64_t>(items.size());
   if (count == 0) return;
-  const Scratch scratch(kernels.backward_scratch(p.shape), worker_count(count));
+  const int64_t rows = b.sums_mask ? b.grad_mask.size(2) : 0, columns = b.sums_mask ? b.grad_mask.size(3) : 0;
+  const int64_t width = blocks(columns, kernels.block_k) * kernels.block_k;
+  const int64_t sum_bytes = checked_product({kernels.block_q, width, p.acc == ScalarType::Double ? 8 : 4}, op);
+  const Scratch scratch(sum_bytes + kernels.backward_scratch(p.shape), worker_count(count));
   Turns turns(turn_count);
 
+  // A query block of a chain of one sequence.
+  const auto run_block = [&](int32_t index, const Item& item, char* sum, void* memory) {
+    const AttentionSequence& s = p.sequences[static_cast<size_t>(index)].band;
+    const int64_t query_blocks = blocks(s.queries, kernels.block_q);
+    const int64_t group = item.block / query_blocks, block = query_blocks - 1 - item.block % query_blocks;
+    AttentionBackward args = b.arguments(index, item.head * p.group + group);
+    if (b.sums_mask) args.mask_sum = {sum, width};
+    const int64_t first = block * kernels.block_q;
+    const Range seen = visible_range(s, first, std::min(s.queries, first + kernels.block_q));
+    const int64_t chain = first_turn[static_cast<size_t>(index)] + item.head * blocks(s.keys, kernels.block_k);
+    kernels.backward_begin(args, block, memory);
+    for (int64_t j = seen.begin / kernels.block_k; j * kernels.block_k < seen.end; ++j) {
+      const bool visible = kernels.backward_scores(args, block, j, memory);
+      const Visitors visitors(s, kernels, j);
+      const int64_t turn = group * visitors.count + visitors.last - block;
+      turns.wait(chain + j, turn);
+      kernels.backward_keys(args, block, j, visible, turn == 0, turn == p.group * visitors.count - 1, memory);
+      turns.finish(chain + j, turn);
+    }
+    kernels.backward_end(args, block, memory);
+  };
+
   parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
-    void* memory = scratch.piece(worker);
+    char *sum = static_cast<char*>(scratch.piece(worker)), *memory = sum + sum_bytes;
     for (int64_t at; queue.take(at);) {
       const Item& item = items[static_cast<size_t>(at)];
-      const AttentionSequence& s = p.sequences[static_cast<size_t>(item.sequence)].band;
-      const int64_t query_blocks = blocks(s.queries, kernels.block_q);
-      const int64_t group = item.block / query_blocks, block = query_blocks - 1 - item.block % query_blocks;
-      const AttentionBackward args = b.arguments(item.sequence, item.head * p.group + group);
-      const int64_t first = block * kernels.block_q;
-      const Range seen = visible_range(s, first, std::min(s.queries, first + kernels.block_q));
-      const int64_t chain =
-          first_turn[static_cast<size_t>(item.sequence)] + item.head * blocks(s.keys, kernels.block_k);
-      kernels.backward_begin(args, block, memory);
-      for (int64_t j = seen.begin / kernels.block_k; j * kernels.block_k < seen.end; ++j) {
-        const bool visible = kernels.backward_scores(args, block, j, memory);
-        const Visitors visitors(s, kernels, j);
-        const int64_t turn = group * visitors.count + visitors.last - block;
-        turns.wait(chain + j, turn);
-        kernels.backward_keys(args, block, j, visible, turn == 0, turn == p.group * visitors.count - 1, memory);
-        turns.finish(chain + j, turn);
+      if (!b.sums_mask) {
+        run_block(item.sequence, item, sum, memory);
+        continue;
       }
-      kernels.backward_end(args, block, memory);
+      std::memset(sum, 0, static_cast<size_t>(sum_bytes));
+      for (size_t i = 0; i < p.sequences.size(); ++i) run_block(static_cast<int32_t>(i), item, sum, memory);
+      const int64_t query_blocks = blocks(rows, kernels.block_q);
+      const int64_t head = item.head * p.group + item.block / query_blocks;
+      const int64_t row = (query_blocks - 1 - item.block % query_blocks) * kernels.block_q;
+      kernels.mask_write(p.shape, sum, width, std::min(kernels.block_q, rows - row), columns,
+                         {offset(b.grad_mask, (head * rows + row) * columns), columns});
     }
   });
 }
@@ -442,6 +463,9 @@ AttentionGradients backward(const AttentionArguments& a, const Tensor& grad_out,
     return p.type == p.acc && width == dim ? grad : empty(a.query, {p.batch, p.kv_heads, p.key_rows, width}, p.acc);
   };
   const bool own_mask = need_mask && p.mask->size(0) == sequences && p.mask->size(1) == p.heads;
+  // The same bits as by run_mask, which has more items.
+  const bool sums_mask = need_mask && !own_mask && p.mask->size(0) == 1 && p.mask->size(1) == p.heads && !p.packed &&
+                         p.heads * blocks(a.max_queries, kernels.block_q) >= 4 * torch::stable::get_num_threads();
   const Heads key(a.key), value(a.value);
   const Backward b{
       .p = p,
@@ -462,10 +486,11 @@ AttentionGradients backward(const AttentionArguments& a, const Tensor& grad_out,
       .distance = g.distance,
       .op = op,
       .own_mask = own_mask,
+      .sums_mask = sums_mask,
       .packed = Packed(p, kernels, key, value, true, [](const AttentionSequence& s) { return s.queries > 0; }, op)};
   zero_unseen(b);
   if (p.heads > 0) run_backward(b, op);
-  if (need_mask && !own_mask) run_mask(b, op);
+  if (need_mask && !own_mask && !sums_mask) run_mask(b, op);
   return g;
 }
 

@@ -97,6 +97,8 @@ struct AttentionBackward {
   MutableRows key_sum, value_sum;
   void* distance;         // (queries): sum over keys of dz |position - key|, or null
   MutableRows grad_mask;  // (queries, keys) in the mask's dtype if the head has its own mask; else null
+  // (block_q, keys) in the accumulation type, of the query block at hand: dz is added to it; or null.
+  MutableRows mask_sum;
   const void* packed;
 };
 

@@ -289,6 +289,50 @@ def test_same_bits_on_any_number_of_threads(dtype, isa):
     assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
 
 
+SHARED = {
+    "plain": {},
+    "softcap and dropout": {"softcap": 4.0, "dropout_p": 0.2},
+    "causal": {"causal": True},
+    "lengths": {"key_lengths": torch.tensor([KEYS, 0])},
+    "boolean mask": {"attn_mask": pattern("padded on the left")},
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_gradient_of_a_bias_that_sequences_share(name, dtype, isa):
+    """On few threads a worker sums a block of the bias over the sequences as it goes, on many a second pass does: the
+    same bits. One sequence's rows of zeros leave the other's gradient."""
+    q, k, v = inputs(dtype)
+    bias = torch.randn(1, H, QUERIES, KEYS, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def run(bias):
+        torch.manual_seed(0)
+        with poison():
+            return results(
+                lambda q, k, v, bias: seqkern.attention(q, k, v, bias=bias, **SHARED[name]),
+                (q, k, v, bias),
+                dtype,
+                grad,
+            )
+
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 64):
+            torch.set_num_threads(threads)
+            found.append(run(bias))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    apart = run(bias.expand(B, -1, -1, -1).contiguous())  # a gradient of each sequence, added below
+    assert all(map(torch.equal, found[0][:4], apart[:4]))
+    total = apart[4].double().sum(0, keepdim=True)
+    error = (found[0][4].double() - total).abs().max()
+    assert error <= {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype] * max(1, total.abs().max())
+
+
 @pytest.mark.parametrize("order", [(2, 0, 1), (0, 2, 1), (2, 1, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_bias_that_is_a_view(order, dtype, isa):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import seqkern
 
+pytest.importorskip("kernels.layer")  # not a folder named kernels
 package = pytest.importorskip("kernels")
 integration = pytest.importorskip("seqkern.integrations.kernels")
 

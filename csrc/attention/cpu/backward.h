@@ -146,12 +146,16 @@ bool scores_block(const AttentionBackward& p, int64_t query_block, int64_t key_b
   const int64_t width = round_up<A>(s.head_dim);
   const Tile<A> key = padded_rows(at<T>(p.key, g.k0), p.key.stride, g.keys, s.head_dim, t.key);
   bias_gradients<T>(p, g, t, key);
-  if (p.grad_mask.data || p.distance || s.softcap != 0) {
+  if (p.grad_mask.data || p.mask_sum.data || p.distance || s.softcap != 0) {
     for_key_strips(g, [&](const Part& part) {
       if (p.distance) add_distances(*t.lanes, g.k0, part, t.grad_scores, kLaneStride, t.distance);
       if (p.grad_mask.data) {
         char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
         write_to_mask(s.mask, part, g.queries, t.grad_scores, kLaneStride, corner, p.grad_mask.stride);
+      }
+      if (p.mask_sum.data) {
+        A* sum = static_cast<A*>(p.mask_sum.data) + g.k0;
+        add_to_mask(part, g.queries, t.grad_scores, kLaneStride, sum, p.mask_sum.stride);
       }
       if (s.softcap != 0) {
         multiply(part, t.derivative, t.grad_scores, kLaneStride);

@@ -327,7 +327,7 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
       return;
     }
     score_products(p, g, part, t);
-    if (few && (boolean || (cell == MaskCell::seen && !p.grad_mask.data))) {
+    if (few && (boolean || (cell == MaskCell::seen && !p.grad_mask.data && !p.mask_sum.data))) {
       hide(g, part, -kInfinity<float>, at.scores, stride);
       hide(g, part, 0.0f, at.grad_scores, stride);
       if (cell != MaskCell::seen) hide_masked(*t.lanes, g.k0, part, at.scores, at.grad_scores);
@@ -348,6 +348,10 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
     if (p.grad_mask.data) {
       char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
       write_to_mask(s.mask, part, g.queries, at.grad_scores, stride, corner, p.grad_mask.stride);
+    }
+    if (p.mask_sum.data) {
+      float* sum = static_cast<float*>(p.mask_sum.data) + g.k0;
+      add_to_mask(part, g.queries, at.grad_scores, stride, sum, p.mask_sum.stride);
     }
     if (s.softcap != 0) {
       multiply(part, at.derivative, at.grad_scores, stride);
