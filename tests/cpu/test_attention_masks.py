@@ -293,8 +293,9 @@ SHARED = {
     "plain": {},
     "softcap and dropout": {"softcap": 4.0, "dropout_p": 0.2},
     "causal": {"causal": True},
-    "lengths": {"key_lengths": torch.tensor([KEYS, 0])},
-    "boolean mask": {"attn_mask": pattern("padded on the left")},
+    "lengths": {"key_lengths": torch.tensor([KEYS, 70])},
+    "no keys": {"key_lengths": torch.tensor([0, KEYS])},
+    "boolean mask": {"attn_mask": pattern("one hole")[1:].tril()},
 }
 
 
@@ -302,7 +303,7 @@ SHARED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_the_gradient_of_a_bias_that_sequences_share(name, dtype, isa):
     """On few threads a worker sums a block of the bias over the sequences as it goes, on many a second pass does: the
-    same bits. One sequence's rows of zeros leave the other's gradient."""
+    same bits."""
     q, k, v = inputs(dtype)
     bias = torch.randn(1, H, QUERIES, KEYS, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
