@@ -3,7 +3,8 @@
 Those of `PROOFS` run the CUDA kernels in the host executor, compile Triton's kernels ahead of time, or read the machine
 code of every GPU target. `make prove` runs them and writes to tests/proven.json a hash of all the sources that a module
 depends on, without docstrings; while the hash is the same, `make test` skips that module's long tests (those with a
-fixture of `LONG`). A changed source, or another version in constraints.txt, and they run. `pytest --unchanged` runs them in any case.
+fixture of `LONG`). A changed source, or another version in constraints.txt, and they run. `pytest --unchanged` runs
+them in any case.
 
     python tests/proven.py                 what is proven, and what has changed
     python tests/proven.py MODULE          the sources of a module
