@@ -45,7 +45,6 @@ class LayerNorm(NamedTuple):
     round_before_weight: Any = None
     dims: Any = None
 
-    @property
     def numbers(self) -> LayerNormNumbers:
         return LayerNormNumbers(
             self.eps, self.dropout_p, self.centred, self.weight_offset, self.round_before_weight, self.dims
@@ -74,7 +73,6 @@ class LayerNormBackward(NamedTuple):
     need_weight: Any = None
     need_bias: Any = None
 
-    @property
     def numbers(self) -> tuple[Any, ...]:
         """What is no tensor."""
         numbers = (self.eps, self.dropout_p, self.centred, self.weight_offset, self.dims)

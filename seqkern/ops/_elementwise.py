@@ -32,10 +32,10 @@ from seqkern.ops._autograd import (
 def elementwise_op(name: str, formula: Callable[..., Tensor], tensors: Sequence[str]) -> Callable[..., Tensor]:
     """Makes the op `name` of `formula(*tensors, *constants)` from its tensors' names; returns a function that runs it.
 
-    Call that as `run(function, arguments, *constants)` with the public function and its `locals()`, which include its
-    `unexpected` keywords (_keywords.py). It checks the tensors, and raises TypeError and ValueError in the public
-    function's name, and NotImplementedError if the active backend does not run on their device. As with torch's
-    formulas, autocast casts nothing.
+    Call that as `run(function, arguments, *constants)` with the public function and its arguments by name, `unexpected`
+    keywords (_keywords.py) among them; not as `locals()`, which torch 2.10 does not compile. It checks the tensors, and
+    raises TypeError and ValueError in the public function's name, and NotImplementedError if the active backend does
+    not run on their device. As with torch's formulas, autocast casts nothing.
     """
     count = len(tensors)
 

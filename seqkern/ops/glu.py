@@ -45,7 +45,7 @@ def swiglu(gate: Tensor, up: Tensor, **unexpected: NoReturn) -> Tensor:
         output: Tensor | None = _direct.glu(gate, up, SILU)
         if output is not None and not unexpected:
             return output
-    return _glu(swiglu, locals(), SILU)
+    return _glu(swiglu, {"gate": gate, "up": up, "unexpected": unexpected}, SILU)
 
 
 @explicit
@@ -71,7 +71,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none", **unexpected: NoR
         output: Tensor | None = _direct.glu(gate, up, activation)
         if output is not None and not unexpected:
             return output
-    return _glu(geglu, locals(), activation)
+    return _glu(geglu, {"gate": gate, "up": up, "approximate": approximate, "unexpected": unexpected}, activation)
 
 
 def cost(elements: int, dtype: torch.dtype, *, backward: bool = False) -> Cost:

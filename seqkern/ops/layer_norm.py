@@ -505,7 +505,7 @@ class _LayerNorm(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         norm = LayerNorm(*inputs)
         _, total, mean, rstd = output
-        ctx.numbers = norm.numbers
+        ctx.numbers = norm.numbers()
         ctx.added, ctx.dropped = norm.residual is not None, norm.seed is not None
         # A sum of two constants is one, unless forward mode differentiates it, which `needs_input_grad` does not tell.
         fixed = not ctx.added or not (any(ctx.needs_input_grad[:2]) or transforms_active())
@@ -608,7 +608,7 @@ class _LayerNormBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         passed = LayerNormBackward(*inputs)
         kept = (*passed.differentiable(), passed.seed)
-        ctx.numbers = passed.numbers
+        ctx.numbers = passed.numbers()
         ctx.save_for_backward(*kept)
         if forward_ad._current_level >= 0:
             ctx.save_for_forward(*kept)
