@@ -21,7 +21,8 @@ VERSIONS = ("2.10.0", "2.11.0", "newest")
 # know how pyproject.toml writes a licence.
 PACKAGES = (
     "numpy<2.4", "setuptools>=77", "wheel", "ninja", "pytest>=8", "pytest-benchmark>=4", "pytest-xdist>=3.5",
-    "hypothesis", "expecttest", "torch-abi-audit", "rich", "matplotlib", "jinja2", "psutil", "packaging",
+    "hypothesis", "expecttest", "torch-abi-audit; python_version >= '3.11'", "rich", "matplotlib", "jinja2", "psutil",
+    "packaging",
 )  # fmt: skip
 PROBE = "import torch, sys; print(torch.__version__, '%d.%d' % sys.version_info[:2])"
 
