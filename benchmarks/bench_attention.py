@@ -217,6 +217,26 @@ def test_matrix(benchmark, pattern, form, dtype, mode, device):
     )
 
 
+def test_shared_bias(benchmark, dtype, mode, device):
+    """T5's: one bias for all sequences, trained."""
+    batch, heads, length = 4, 8, 512
+    inputs = [*qkv(length, length, 64, dtype, device, batch=batch, heads=heads)]
+    bias = torch.randn(1, heads, length, length, device=device).to(dtype)
+    works = [cost(batch, heads, length, length, 64, dtype, backward=back) for back in (False, True)]
+    works = works[:1] if mode == "forward" else works
+    contest(
+        benchmark,
+        name="attention, trained bias",
+        shape=f"B{batch} H{heads} N{length} D64",
+        mode=mode,
+        inputs=[*inputs, bias],
+        ours=lambda q, k, v, bias: seqkern.attention(q, k, v, bias=bias),
+        peers={"torch": sdpa},
+        work=Cost(sum(w.flops for w in works), sum(w.bytes for w in works) + len(works) * bias.nbytes),
+        case=attention_case(300, batch=2, heads=2, causal=False, mask="added", mask_shape=(1, 2, 300, 300)),
+    )
+
+
 LENGTHS = (1024, 512, 700, 64, 300, 33, 128, 256)
 
 

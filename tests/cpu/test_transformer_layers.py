@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import seqkern
-from seqkern.testing import _checks, compare
+from seqkern.testing import Case, check_case, compare
 
 N, L, S, E, H = 3, 7, 5, 16, 4
-DRAWS = 16  # the largest error of one draw is luck, for torch too
 
 
 def pair(batch_first: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
@@ -269,30 +268,29 @@ def test_layers(name: str, activation: str, norm_first: bool) -> None:
     options: Any = {"norm_first": norm_first, "activation": activation, "batch_first": True, "dropout": 0.0}
     causal = torch.ones(L, L, dtype=torch.bool).triu(1)
     mask = {"src_mask" if "Encoder" in name else "tgt_mask": causal}
+    sequences = {"x": L} if "Encoder" in name else {"x": L, "memory": S}
 
-    def results(layer: Any, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
-        layer = copy.deepcopy(layer).to(dtype)
-        leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
-        out = layer(*leaves, **mask)
-        (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)).sum().backward()
-        return [out.detach(), *(t.grad for t in (*leaves, *layer.parameters()))]
+    def made(package: Any) -> Any:
+        return getattr(package, name)(E, H, 32, **options)
 
-    draws = []
-    for seed in range(DRAWS):
-        torch.manual_seed(seed)
-        theirs = getattr(nn, name)(E, H, 32, **options)
-        ours = getattr(seqkern.nn, name)(E, H, 32, **options)
-        ours.load_state_dict(theirs.state_dict())
-        tensors = tuple(torch.randn(N, length, E) for length in (L, S)[: 1 if "Encoder" in name else 2])
-        of_layers = (ours, torch.float32), (theirs, torch.float32), (theirs, torch.float64)
-        draws.append([results(layer, tensors, dtype) for layer, dtype in of_layers])
-    of_tensors = zip(*(zip(*draw, strict=True) for draw in draws), strict=True)
-    for reports in ([compare(*three) for three in of_draws] for of_draws in of_tensors):
-        report = _checks._together(reports, torch.float32)
+    def inputs_of(generator: torch.Generator) -> dict[str, Tensor]:
+        torch.manual_seed(int(torch.randint(1 << 31, (), generator=generator)))
+        tensors = {each: torch.randn(N, length, E) for each, length in sequences.items()}
+        return {each: t.detach().double() for each, t in (tensors | dict(made(nn).named_parameters())).items()}
+
+    def run(layer: Any) -> Any:
+        def call(**tensors: Tensor) -> Any:
+            given = tuple(tensors.pop(each) for each in sequences)
+            return torch.func.functional_call(layer, tensors, given, mask)
+
+        return call
+
+    case = Case(inputs_of, run(made(seqkern.nn)), run(made(nn)), run(made(nn)))
+    for report in check_case(case, torch.float32):
         assert report.passed, report
+    ours, given = made(seqkern.nn), [torch.randn(N, length, E) for length in sequences.values()]
     with torch.no_grad():
-        evaluated = ours.eval()(*tensors, **mask)
-    assert torch.equal(evaluated, draws[-1][0][0]), "one way through for training and evaluation"
+        assert torch.equal(ours.eval()(*given, **mask), ours.train()(*given, **mask)), "one way through"
 
 
 def test_padding_holds_the_same_in_training_and_evaluation() -> None:
