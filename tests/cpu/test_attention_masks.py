@@ -120,7 +120,7 @@ def test_boolean_patterns(name, dtype, isa, passes):
 def test_float_patterns(name, dtype, isa, passes):
     """0 and -inf, and noise where a query sees a key; with their gradient, shared by heads and not."""
     if dtype == torch.float32 and name in ("rare", "padded on the left"):
-        return  # rows of a few keys: delta comes from the rounded output, gradients have up to 1.8 times torch's error
+        pytest.skip("rows of a few keys: delta comes from the rounded output, up to 1.8 times torch's error")
     for heads, noise in ((1, 0.0), (1, 1.0), (H, 0.0)):
         passes(check_case(case_of(pattern(name), heads, noise), dtype))
 
