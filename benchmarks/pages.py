@@ -337,7 +337,7 @@ def ranges(runs: list[Run]) -> dict[str, dict[str, list[float]]]:
 
 
 def _quartiles(ratios: list[float]) -> list[float]:
-    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
 
 
 def picture(found: dict[str, dict[str, list[float]]]) -> Figure:

@@ -158,6 +158,15 @@ def test_times_have_three_digits(x, text):
     assert pages.digits(x) == text
 
 
+def test_quartiles_lie_among_the_cases(monkeypatch):
+    monkeypatch.setattr(pages, "COLUMNS", {"machine": "machine"})
+    cases = [timed((x, x, x), shape) for x, shape in ((1.0, "a"), (3.0, "b"))]
+    found = pages.ranges([pages.Run("machine", "file", "2026-01", {}, cases)])
+    assert found == {"layer_norm": {"float32": [1.0, 1.5, 2.0, 2.5, 3.0]}}
+    found = pages.ranges([pages.Run("machine", "file", "2026-01", {}, cases[:1])])
+    assert found == {"layer_norm": {"float32": [1.0] * 5}}
+
+
 def test_the_picture_draws_every_range():
     found = {"LSTM": {"float32": [0.5, 0.8, 1.0, 2.0, 4.0]}, "decode": {"bfloat16": [2.0, 3.0, 5.0, 6.0, 9.0]}}
     (axes,) = pages.picture(found).axes
