@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import io
 import pickle
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,3 +417,37 @@ def test_models_of_transformers(name: str) -> None:
     seqkern.optimize(model, attention=False)
     assert model.config._attn_implementation == "eager"
     gc.collect()
+
+
+@pytest.mark.slow
+def test_the_rms_norms_of_all_models_of_transformers() -> None:
+    """Swapped, and the same numbers; what stays is gated, has no weight, or is told to compute something else."""
+    models = pytest.importorskip("transformers.models")
+    classes = set()
+    for path in sorted(Path(models.__path__[0]).glob("*/modeling_*.py")):
+        if "RMSNorm" not in path.read_text():
+            continue
+        try:
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        except ImportError:  # needs a package that is not here
+            continue
+        kinds = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, nn.Module)]
+        classes |= {each for each in kinds if "RMSNorm" in each.__name__ and each.__module__ == module.__name__}
+    swapped, x = 0, torch.randn(3, 64)
+    for kind in sorted(classes, key=lambda kind: kind.__name__):
+        if "Gated" in kind.__name__:
+            continue
+        norm = kind(64)
+        expected, box = norm(x), nn.Sequential(norm)
+        if not list(norm.parameters()):
+            continue
+        (row,) = seqkern.explain(box).rows
+        if row.reason == "optimize(model) swaps it":
+            seqkern.optimize(box)
+            assert type(norm) is not kind, kind
+            assert torch.allclose(norm(x), expected, atol=1e-6), kind
+            swapped += 1
+        else:
+            assert row.reason == "a probe gave other numbers than each kind of RMS norm here", kind
+    assert swapped > 150
+    print(f"{swapped} of {len(classes)} classes")
