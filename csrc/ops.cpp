@@ -44,6 +44,27 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "bool inverse) -> (Tensor query_out, Tensor key_out)");
   m.def("rope_tables(Tensor positions, Tensor inv_freq, float scaling, bool wide) -> (Tensor cos, Tensor sin)");
 
+  // cross_entropy: csrc/cross_entropy, kernels/cross_entropy.py, seqkern/ops/cross_entropy.py
+  m.def(
+      "cross_entropy_fwd(Tensor logits, Tensor target, Tensor? class_weight, int ignore_index, float label_smoothing, "
+      "float z_loss, float softcap) -> (Tensor loss, Tensor max, Tensor sum)");
+  m.def(
+      "cross_entropy_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor? class_weight, "
+      "Tensor max, Tensor sum, int ignore_index, float label_smoothing, float z_loss, float softcap) -> Tensor");
+
+  // linear_cross_entropy: csrc/linear_cross_entropy, kernels/linear_cross_entropy.py,
+  // seqkern/ops/linear_cross_entropy.py
+  m.def(
+      "linear_cross_entropy_fwd(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, "
+      "int ignore_index, float label_smoothing, float z_loss, float softcap, int reduction, bool need_input, "
+      "bool need_weight, bool need_bias) -> (Tensor loss, Tensor max, Tensor sum, Tensor grad_input, "
+      "Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "linear_cross_entropy_bwd(Tensor? grad_loss, Tensor? grad_lse, Tensor input, Tensor weight, Tensor target, "
+      "Tensor? bias, Tensor? class_weight, Tensor max, Tensor sum, int ignore_index, float label_smoothing, "
+      "float z_loss, float softcap, bool need_input, bool need_weight, bool need_bias) "
+      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
   // rnn: csrc/rnn, kernels/rnn/rnn.py, seqkern/ops/rnn.py
   m.def(
       "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "

@@ -12,8 +12,10 @@ from seqkern.ops.attention import (
 )
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
+from seqkern.ops.cross_entropy import cross_entropy
 from seqkern.ops.glu import geglu, swiglu
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from seqkern.ops.linear_cross_entropy import linear_cross_entropy
 from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 from seqkern.ops.rope import rope, rope_tables
@@ -26,11 +28,13 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "attention_weights",
+    "cross_entropy",
     "explain",
     "geglu",
     "gru",
     "gru_cell",
     "layer_norm",
+    "linear_cross_entropy",
     "lstm",
     "lstm_cell",
     "merge_attention",

@@ -106,7 +106,8 @@ def explain(op: str | torch.nn.Module, *tensors: torch.Tensor) -> Choice | Model
         f"{isa} is the best tier this machine has" if isa == best else f"{isa} is chosen; this machine also has {best}"
     )
     if isa in BF16_ISAS and not (FUNCTIONS[op].own_bf16 and tensor.dtype == torch.bfloat16):
-        isa, tier = "avx512", f"{tier}, but has kernels of its own for attention and recurrent layers in bfloat16 only"
+        own = "attention, recurrent layers and linear_cross_entropy in bfloat16 only"
+        isa, tier = "avx512", f"{tier}, but has kernels of its own for {own}"
     accumulate = "float64" if tensor.dtype == torch.float64 else "float32"
     copied = [i for i, t in enumerate(tensors) if t.dim() and t.size(-1) > 1 and t.stride(-1) != 1]
     note = f"; argument {copied[0]} is copied once, its last dimension is not contiguous" if copied else ""

@@ -174,6 +174,30 @@ _CELL = {
     "nonlinearity": "call rnn_tanh_cell or rnn_relu_cell",
 }
 
+_LOSS = {
+    **_use("target", "labels", "targets", "label"),
+    **_use("ignore_index", "ignore_id", "ignore_idx"),
+    **_use("z_loss", "lse_square_scale", "z_loss_scale", "logit_zloss"),
+    **_use("softcap", "logit_softcap", "logits_soft_cap", "final_logit_softcapping"),
+    **_use("return_lse=True", "return_z_loss"),
+    **_use("reduction", "reduce", "size_average"),
+}
+_CROSS_ENTROPY = _LOSS | _use("logits", "input", "x") | _use("class_weight", "weight", "ce_weight")
+_LINEAR_CROSS_ENTROPY = {
+    **_LOSS,
+    **_use("input", "hidden", "hidden_states", "x", "e"),
+    **_use("weight", "linear_weight", "lin_weight", "classifier", "c"),
+    **_use("bias", "linear_bias"),
+    **_use("class_weight", "ce_weight"),
+}
+_LOSS_MODULE = {
+    **{wrong: hint for wrong, hint in _LOSS.items() if wrong not in ("labels", "targets", "label", "return_z_loss")},
+    **_use("in_features", "input_size", "hidden_size"),
+    **_use("num_classes", "vocab_size", "n_classes"),
+    **_use("weight", "class_weight", "ce_weight"),
+    "options": "leave it out: the op chooses its chunks",
+}
+
 _MODULE_NORM = {
     **_use("eps", "epsilon", "variance_epsilon", "layer_norm_eps"),
     **_use("elementwise_affine", "affine"),
@@ -210,6 +234,8 @@ HINTS: dict[str, dict[str, str]] = {
     "geglu": _GLU,
     "rope": _ROPE,
     "rope_tables": _TABLES,
+    "cross_entropy": _CROSS_ENTROPY,
+    "linear_cross_entropy": _LINEAR_CROSS_ENTROPY,
     "lstm": _NETWORK | _use("peepholes", "peephole"),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), _NETWORK | _NOT_LSTM),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _CELL),
@@ -217,6 +243,7 @@ HINTS: dict[str, dict[str, str]] = {
     "RMSNorm.__init__": _MODULE_NORM | _MODULE_RMS | {"dropout": "use AddRMSNorm"},
     "AddLayerNorm.__init__": _MODULE_ADD,
     "AddRMSNorm.__init__": _MODULE_ADD | _MODULE_RMS,
+    "LinearCrossEntropy.__init__": _LOSS_MODULE,
     "LSTM.__init__": _NETWORK_MODULE | _use("peephole", "peepholes"),
     "GRU.__init__": _NETWORK_MODULE | _NOT_LSTM,
     "RNN.__init__": _NETWORK_MODULE | _NOT_LSTM,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seqkern import _library
+from seqkern._products import product
 from seqkern._rnn_scan import (
     CELLS,
     GATES,
@@ -27,7 +28,6 @@ from seqkern._rnn_scan import (
     memory_of,
     per_step,
     prepare,
-    product,
     row_sums,
     stack,
 )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqkern._products import product
 from seqkern._tensors import accumulator, unit_last
 
 LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
@@ -114,21 +115,6 @@ def prepare(
 
 
 # ---- before the scan ----------------------------------------------------------------------------------------------
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b, matrices or batches of them, in the accumulator's dtype, without rounding to a shorter one in between."""
-    acc = accumulator(a.dtype)
-    if out is None:  # always passes `out`, which autocast (it may be on in a backward pass) leaves alone
-        out = a.new_empty((*a.shape[:-1], b.size(-1)), dtype=acc)
-    if 0 in (*a.shape, b.size(-1)):  # an empty sum or an empty result
-        return out.zero_()
-    multiply = torch.mm if a.dim() == 2 else torch.bmm
-    if a.dtype == acc:
-        return multiply(a, b, out=out)
-    if a.is_cuda:
-        return multiply(a, b, out_dtype=acc, out=out)
-    return multiply(a.to(acc), b.to(acc), out=out)  # interpreter: torch has no mixed product on CPU
 
 
 def input_gates(input: Tensor, w_ih: Sequence[Tensor], problem: Problem, memory: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ class Slice:
     functions: tuple[str, ...]  # public functions that these kernels serve
     cuda_ops: tuple[str, ...] = ()  # CUDA C++ ops, in `seqkern_cuda`
     cuda_module: str = ""  # of seqkern, launches them for each of `ops` by its name; "": they have the names of `ops`
-    own_bf16: bool = False  # whether it has kernels of its own for the bf16 tiers
+    own_bf16: bool = False  # whether its kernels or products are others in the bf16 tiers
 
 
 ALL = (
@@ -37,6 +37,17 @@ ALL = (
     ),
     Slice(name="glu", ops=("glu_fwd", "glu_bwd"), functions=("swiglu", "geglu")),
     Slice(name="rope", ops=("rope", "rope_tables"), functions=("rope",)),
+    Slice(
+        name="cross_entropy",
+        ops=("cross_entropy_fwd", "cross_entropy_bwd"),
+        functions=("cross_entropy",),
+    ),
+    Slice(
+        name="linear_cross_entropy",
+        ops=("linear_cross_entropy_fwd", "linear_cross_entropy_bwd"),
+        functions=("linear_cross_entropy",),
+        own_bf16=True,
+    ),
     Slice(
         name="rnn",
         ops=("rnn_fwd", "rnn_bwd"),

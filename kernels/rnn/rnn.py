@@ -36,6 +36,7 @@ device, so a caller may capture it in a CUDA graph. No GPU speed has been measur
 
 import torch
 
+from ..._products import product
 from ..._rnn_scan import (
     CELLS,
     GRU,
@@ -48,7 +49,6 @@ from ..._rnn_scan import (
     memory_of,
     per_step,
     prepare,
-    product,
     row_sums,
     stack,
     stack_or_none,

@@ -2,6 +2,7 @@
 
 from seqkern.nn.attention import AttentionCache, MultiheadAttention
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from seqkern.nn.linear_cross_entropy import LinearCrossEntropy
 from seqkern.nn.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from seqkern.nn.rope import RotaryEmbedding
 from seqkern.nn.transformer import (
@@ -22,6 +23,7 @@ __all__ = [
     "GRUCell",
     "LSTMCell",
     "LayerNorm",
+    "LinearCrossEntropy",
     "MultiheadAttention",
     "RMSNorm",
     "RNNCell",

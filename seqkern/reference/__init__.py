@@ -4,9 +4,11 @@ from seqkern.reference.attention import attention
 from seqkern.reference.attention_scores import attention_scores
 from seqkern.reference.attention_varlen import attention_varlen
 from seqkern.reference.attention_weights import attention_weights
+from seqkern.reference.cross_entropy import cross_entropy_rows, reduced, softcapped
 from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep_mask
 from seqkern.reference.glu import glu
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
+from seqkern.reference.linear_cross_entropy import logits
 from seqkern.reference.rnn import rnn, rnn_step
 from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
 from seqkern.reference.rope import rope, rope_tables
@@ -17,6 +19,7 @@ __all__ = [
     "attention_scores",
     "attention_varlen",
     "attention_weights",
+    "cross_entropy_rows",
     "derived_seed",
     "dropout",
     "dropout_words",
@@ -25,9 +28,12 @@ __all__ = [
     "gru_step",
     "keep_mask",
     "layer_norm",
+    "logits",
     "lstm_cell",
+    "reduced",
     "rnn",
     "rnn_step",
     "rope",
     "rope_tables",
+    "softcapped",
 ]

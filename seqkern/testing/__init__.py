@@ -35,16 +35,18 @@ import seqkern
 from seqkern import _library
 from seqkern.testing._checks import Case, ErrorReport, assert_passed, check_case, compare, poison, run
 from seqkern.testing.attention import attention_case, attention_decode_case
+from seqkern.testing.cross_entropy import cross_entropy_case
 from seqkern.testing.glu import glu_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
+from seqkern.testing.linear_cross_entropy import linear_cross_entropy_case
 from seqkern.testing.rnn import ALL_OPTIONS, rnn_case
 from seqkern.testing.rnn_cell import rnn_cell_case
 from seqkern.testing.rope import rope_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "assert_passed", "attention_case", "attention_decode_case",
-    "check_case", "compare", "glu_case", "layer_norm_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run",
-    "verify",
+    "check_case", "compare", "cross_entropy_case", "glu_case", "layer_norm_case", "linear_cross_entropy_case", "poison",
+    "rnn_case", "rnn_cell_case", "rope_case", "run", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -58,6 +60,14 @@ CASES: dict[str, Case] = {
     "swiglu": glu_case("swiglu"),
     "geglu": glu_case("geglu"),
     "rope": rope_case(),
+    "cross_entropy": cross_entropy_case(),
+    "cross_entropy_options": cross_entropy_case(
+        class_weight=True, label_smoothing=0.1, z_loss=1e-3, softcap=5.0, reduction="none", return_lse=True
+    ),
+    "linear_cross_entropy": linear_cross_entropy_case(),
+    "linear_cross_entropy_options": linear_cross_entropy_case(
+        bias=True, class_weight=True, label_smoothing=0.1, z_loss=1e-3, softcap=5.0, reduction="none", return_lse=True
+    ),
     "lstm": rnn_case("lstm"),
     "gru": rnn_case("gru"),
     "rnn_tanh": rnn_case("rnn_tanh"),
@@ -78,8 +88,9 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
-            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "rope"; "lstm", "gru", "rnn_tanh", "rnn_relu", each of
-            these four also with "_cell" appended, "lstm_options" or "gru_options".
+            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "rope"; "cross_entropy" or
+            "linear_cross_entropy", also with "_options" appended; "lstm", "gru", "rnn_tanh", "rnn_relu", each of these
+            four also with "_cell" appended, "lstm_options" or "gru_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.

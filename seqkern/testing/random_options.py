@@ -18,7 +18,9 @@ import torch
 
 from seqkern.testing._checks import Case, ErrorReport, check_case
 from seqkern.testing.attention import attention_case
+from seqkern.testing.cross_entropy import cross_entropy_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
+from seqkern.testing.linear_cross_entropy import linear_cross_entropy_case
 from seqkern.testing.rnn import rnn_case
 from seqkern.testing.rnn_cell import rnn_cell_case
 
@@ -86,6 +88,7 @@ def random_case(number: int) -> RandomCase:
         + [("layer_norm", _norm), ("add_layer_norm", _add_norm)]
         + [("rnn", _rnn)] * 3
         + [("rnn_cell", _cell)]
+        + [("cross_entropy", _cross_entropy), ("linear_cross_entropy", _linear_cross_entropy)]
     )
     options, case = make(rng)
     return RandomCase(op, rng.choice(DTYPES), options, case)
@@ -202,6 +205,32 @@ def _cell(rng: random.Random) -> tuple[dict[str, Any], Case]:
     options |= {"batch": rng.choice(LENGTHS), "inputs": rng.choice((1, 5, 17, 33))}
     options["hidden"] = rng.choice((1, 2, 7, 16, 65))
     return options, rnn_cell_case(**options)
+
+
+def _loss_options(rng: random.Random) -> dict[str, Any]:
+    return _options(
+        rng,
+        0.3,
+        class_weight=(True,),
+        ignored=(0.0, 0.7),
+        label_smoothing=(0.1, 1.0),
+        z_loss=(1e-4, 0.1),
+        softcap=(5.0, 30.0),
+        reduction=("sum", "none"),
+        return_lse=(True,),
+    )
+
+
+def _cross_entropy(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    options: dict[str, Any] = {"rows": rng.choice(LENGTHS), "classes": rng.choice((*LENGTHS[1:], 300, 1000))}
+    options |= _loss_options(rng)
+    return options, cross_entropy_case(**options)
+
+
+def _linear_cross_entropy(rng: random.Random) -> tuple[dict[str, Any], Case]:
+    options: dict[str, Any] = {"rows": rng.choice(LENGTHS), "classes": rng.choice((*LENGTHS[1:], 300, 1000))}
+    options |= {"depth": rng.choice(LENGTHS)} | _options(rng, 0.3, bias=(True,)) | _loss_options(rng)
+    return options, linear_cross_entropy_case(**options)
 
 
 def main(count: int) -> None:

@@ -98,6 +98,34 @@ def rope() -> tuple[Any, ...]:
     return lambda q, k: seqkern.rope(q, k, 3, theta=50.0, rotary_dim=2)[:2], draw(1, 2, 3, 4), draw(1, 1, 3, 4)
 
 
+CLASSES = torch.tensor([2, 0, -100, 1])
+
+
+def cross_entropy() -> tuple[Any, ...]:
+    def op(z):
+        weights = torch.tensor([0.3, 1.0, 2.0]).double()
+        return seqkern.cross_entropy(
+            z, CLASSES, class_weight=weights, label_smoothing=0.2, z_loss=0.1, softcap=2.0, return_lse=True
+        )
+
+    return op, draw(4, 3)
+
+
+def linear_cross_entropy() -> tuple[Any, ...]:
+    def op(x, w, b):
+        weights = torch.tensor([0.3, 1.0, 2.0]).double()
+        return seqkern.linear_cross_entropy(
+            x, w, CLASSES, b, class_weight=weights, label_smoothing=0.2, z_loss=0.1, softcap=2.0, return_lse=True
+        )
+
+    return op, draw(4, 2), draw(3, 2), draw(3)
+
+
+def linear_cross_entropy_mean() -> tuple[Any, ...]:
+    """The gradients that come with the loss."""
+    return lambda x, w: seqkern.linear_cross_entropy(x, w, CLASSES), draw(4, 2), draw(3, 2)
+
+
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -139,7 +167,8 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, layer_norm, rms_norm,
-        add_layer_norm, add_rms_norm, swiglu, geglu, rope,
+        add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy, linear_cross_entropy,
+        linear_cross_entropy_mean,
     )
 }  # fmt: skip
 OPS |= {name: recurrent(name) for name in GATES} | {f"{name}_cell": cell(name) for name in GATES}

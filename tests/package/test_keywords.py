@@ -35,6 +35,8 @@ ARGUMENTS = {
     "geglu": (X, X),
     "rope": (X[None], X[None]),
     "rope_tables": (STARTS, 4),
+    "cross_entropy": (X, torch.zeros(2, 3, dtype=torch.int64)),
+    "linear_cross_entropy": (X, torch.ones(5, 4), torch.zeros(2, 3, dtype=torch.int64)),
     "lstm": (X, None, [torch.ones(16, 4), torch.ones(16, 4)]),
     "gru": (X, None, [torch.ones(12, 4), torch.ones(12, 4)]),
     "rnn_tanh": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),
@@ -45,7 +47,7 @@ ARGUMENTS = {
     "rnn_relu_cell": (X[0], H[0], torch.ones(4, 4), torch.ones(4, 4)),
 }
 MODULES = {"LayerNorm": (4,), "RMSNorm": (4,), "AddLayerNorm": (4,), "AddRMSNorm": (4,)}
-MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN"), (4, 4))
+MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy"), (4, 4))
 
 
 def function_of(op):
@@ -126,6 +128,12 @@ def test_a_hint_names_what_there_is(op, wrong):
         ("layer_norm", "epsilon", "use eps$"),
         ("layer_norm", "gamma", "use weight$"),
         ("rms_norm", "beta", "an RMS norm has no bias"),
+        ("cross_entropy", "weight", "use class_weight$"),
+        ("cross_entropy", "input", "use logits$"),
+        ("linear_cross_entropy", "linear_weight", "use weight$"),
+        ("linear_cross_entropy", "linear_bias", "use bias$"),
+        ("linear_cross_entropy", "lse_square_scale", "use z_loss$"),
+        ("LinearCrossEntropy.__init__", "class_weight", "use weight$"),
         ("lstm", "sequence_lengths", "use lengths$"),
         ("gru", "peepholes", "lstm alone"),
         ("lstm_cell", "batch_first", "leave it out: a cell takes one step"),
@@ -190,6 +198,7 @@ def test_overloads_have_every_parameter(function):
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     overloads = get_overloads(function)
     options = {"attention", "attention_varlen", "attention_decode", "lstm", "rope", "forward"}
+    options |= {"cross_entropy", "linear_cross_entropy"}
     assert bool(overloads) == (function.__name__ in options)
     for overload in overloads:
         parameters = inspect.signature(overload).parameters

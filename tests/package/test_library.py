@@ -442,12 +442,12 @@ def test_explain_tells_what_tiers_of_bfloat16_are_for(tier):
     if tier not in _library.available_isas():
         pytest.skip(f"this machine has no {tier}")
     with _library.use_cpu_isa(tier):
-        for op in ("attention", "lstm"):
+        for op in ("attention", "lstm", "linear_cross_entropy"):
             assert seqkern.explain(op, torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)).kernel == f"C++ {tier}"
         for op, dtype in (("attention", torch.float16), ("layer_norm", torch.bfloat16), ("lstm_cell", torch.bfloat16)):
             choice = seqkern.explain(op, torch.ones(1, 1, 1, 1, dtype=dtype))
             assert choice.kernel == "C++ avx512"
-            assert "attention and recurrent layers in bfloat16 only" in choice.reason
+            assert "attention, recurrent layers and linear_cross_entropy in bfloat16 only" in choice.reason
 
 
 def test_explain_takes_what_the_op_takes():

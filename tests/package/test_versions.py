@@ -31,6 +31,7 @@ KNOWN = {
     "torch.SymInt",
     "torch.nn.Dropout",
     "torch.nn.LayerNorm",
+    "torch.nn.Linear",
     "torch.nn.MultiheadAttention",
     "torch.nn.Parameter",
     "torch.nested.as_nested_tensor",

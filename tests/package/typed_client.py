@@ -62,6 +62,16 @@ def gated() -> None:
     assert_type(seqkern.nn.RotaryEmbedding(8).forward(gate[None]), tuple[Tensor, Tensor | None])
 
 
+def losses() -> None:
+    hidden, weight, target = torch.randn(3, 8), torch.randn(5, 8), torch.zeros(3, dtype=torch.int64)
+    assert_type(seqkern.cross_entropy(weight, torch.zeros(5, dtype=torch.int64), label_smoothing=0.1), Tensor)
+    assert_type(seqkern.cross_entropy(hidden, target, return_lse=True), Pair)
+    assert_type(seqkern.linear_cross_entropy(hidden, weight, target, torch.zeros(5), reduction="none"), Tensor)
+    loss, lse = assert_type(seqkern.linear_cross_entropy(hidden, weight, target, return_lse=True), Pair)
+    assert_type(loss + lse.mean(), Tensor)
+    assert_type(seqkern.nn.LinearCrossEntropy(8, 5, softcap=30.0).forward(hidden, target), Tensor)
+
+
 def recurrent(wanted: bool) -> None:
     x, resets = torch.randn(5, 3, 4), torch.zeros(5, 3, dtype=torch.bool)
     weights = {gates: [torch.randn(gates * 8, 4), torch.randn(gates * 8, 8)] for gates in (1, 3, 4)}

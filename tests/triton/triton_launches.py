@@ -121,6 +121,27 @@ def rope_calls(quick: bool) -> Iterator[Call]:
                 yield f"rope {dim} {rotary_dim} {interleaved} {wide} {dtype}", partial(through_autograd, case, dtype)
 
 
+def cross_entropy_calls(quick: bool) -> Iterator[Call]:
+    yield from loss_calls(testing.cross_entropy_case, [{}], quick)
+
+
+def linear_cross_entropy_calls(quick: bool) -> Iterator[Call]:
+    yield from loss_calls(testing.linear_cross_entropy_case, [{}, {"bias": True}], quick)
+
+
+def loss_calls(make: Callable[..., testing.Case], more: list[dict[str, Any]], quick: bool) -> Iterator[Call]:
+    full = {"class_weight": True, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "return_lse": True}
+    for reduction in ("mean", "none"):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for shape in [(70, 8200)] if quick else [(1, 1), (3, 100), (70, 8200)]:
+                for options in more if quick else [*more, full | more[-1]]:
+                    case = make(*shape, reduction=reduction, **options)
+                    yield (
+                        f"{make.__name__} {shape} {options} {reduction} {dtype}",
+                        partial(through_autograd, case, dtype),
+                    )
+
+
 def rnn_calls(quick: bool) -> Iterator[Call]:
     for name, case in rnn.CASES.items():
         if quick and name not in QUICK:
@@ -159,6 +180,8 @@ PARTS = {
     "layer_norm": norm_calls,
     "glu": glu_calls,
     "rope": rope_calls,
+    "cross_entropy": cross_entropy_calls,
+    "linear_cross_entropy": linear_cross_entropy_calls,
     "rnn": rnn_calls,
     "rnn_cell": cell_calls,
 }
