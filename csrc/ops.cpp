@@ -1,29 +1,7 @@
-// Every schema of the library, and nothing else. The kernels register themselves from their slices.
+// Every schema of `seqkern`, and nothing else. The kernels register themselves from their slices.
 #include <torch/csrc/stable/library.h>
 
-// Of ops that stand in both libraries.
-constexpr const char* kLayerNormForward =
-    "layer_norm_fwd(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, float eps, "
-    "float dropout_p, bool centred, float weight_offset, bool round_before_weight) "
-    "-> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)";
-constexpr const char* kLayerNormBackward =
-    "layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, "
-    "Tensor? seed, float dropout_p, bool centred, float weight_offset, bool need_weight, bool need_bias) "
-    "-> (Tensor grad_residual, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)";
-// With what the kernels in CUDA C++ are told beside.
-#define SK_ATTENTION_FWD(more)                                                                          \
-  "attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? query_starts, "     \
-  "Tensor? key_starts, Tensor? key_lengths, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "        \
-  "SymInt max_queries, SymInt max_keys, SymInt diagonal, bool lower_right, SymInt left, SymInt right, " \
-  "float scale, float softcap, float dropout_p" more ") -> (Tensor out, Tensor lse)"
-#define SK_ATTENTION_BWD(more)                                                                            \
-  "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, " \
-  "Tensor lse, Tensor? attn_mask, Tensor? query_starts, Tensor? key_starts, Tensor? key_lengths, "        \
-  "Tensor? alibi_slopes, Tensor? seed, SymInt max_queries, SymInt max_keys, SymInt diagonal, "            \
-  "bool lower_right, SymInt left, SymInt right, float scale, float softcap, float dropout_p, "            \
-  "bool need_mask, bool need_slopes" more                                                                 \
-  ") "                                                                                                    \
-  "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_distance)"
+#include "schemas.h"
 
 STABLE_TORCH_LIBRARY(seqkern, m) {
   // attention: csrc/attention, kernels/attention/attention.py, seqkern/ops/attention.py
@@ -85,36 +63,4 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
   m.def(
       "rnn_cell_bwd(Tensor grad_h, Tensor? grad_c, Tensor h, Tensor? c, Tensor? c_new, Tensor activated, int cell) "
       "-> (Tensor grad_x_gates, Tensor grad_h_gates, Tensor grad_h_prev, Tensor grad_c_prev)");
-}
-
-// What is written in CUDA C++: csrc/<op>/cuda/. Ops of their own, so that `seqkern`'s can choose between them and
-// Triton's (seqkern/_library.py); the schemas are there in every build, the kernels where nvcc was.
-STABLE_TORCH_LIBRARY(seqkern_cuda, m) {
-  // tf32: one product of tf32 numbers where the tensors are float32, else three. path: "auto" by rule, or "mma" or
-  // "hopper", which raises where it does not serve.
-  m.def(SK_ATTENTION_FWD(", bool tf32, str path"));
-  m.def(SK_ATTENTION_BWD(", bool tf32, str path"));
-  // Which kernels would run, their tiles, and why, for `explain`.
-  m.def("attention_plan(Tensor query, int value_dim, bool backward, str path) -> str");
-  m.def(kLayerNormForward);
-  m.def(kLayerNormBackward);
-  // The scan over the steps of a layer, all that is not a matrix product over all of them: kernels/rnn/rnn.py.
-  m.def(
-      "rnn_scan_fwd(Tensor x, Tensor w_hh, Tensor? bias, Tensor? norm, Tensor? lengths, Tensor? resets, "
-      "Tensor? recurrent_mask, Tensor? seed, Tensor h0, Tensor? c0, float zoneout_h, float zoneout_c, float eps, "
-      "int cell, Tensor(a!) output, Tensor(b!)? cells, Tensor(c!)? gates, Tensor(d!)? products, "
-      "str tier) -> (Tensor h_n, Tensor c_n)");
-  m.def(
-      "rnn_scan_bwd(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor gates, "
-      "Tensor? cells, Tensor? c0, Tensor output, Tensor h0, Tensor? products, Tensor w_hh, Tensor? norm, "
-      "Tensor? lengths, Tensor? resets, Tensor? recurrent_mask, Tensor? seed, float zoneout_h, float zoneout_c, "
-      "float eps, int cell, Tensor(a!) grad_x, Tensor(b!)? grad_products, Tensor(c!)? norm_sums, "
-      "str tier) -> (Tensor grad_h0, Tensor grad_c0)");
-  // Which tier of the scan would run ("block", "cluster", "grid" or "none"), and why, for `explain`.
-  m.def("rnn_scan_plan(Tensor w_hh, int batch, int cell, bool norm, bool backward, str tier) -> str");
-  // Decoding, which appends to the caches: seqkern/ops/attention_decode.py. splits 0: as many as the shapes ask for.
-  m.def(
-      "attention_decode(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_lengths, Tensor? key, "
-      "Tensor? value, Tensor? page_table, Tensor? alibi_slopes, Tensor? sinks, int left, int right, float scale, "
-      "float softcap, bool tf32, int splits) -> (Tensor out, Tensor lse)");
 }

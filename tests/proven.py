@@ -62,7 +62,7 @@ PROOFS = {
     "test_cuda_build": Proof(("csrc/**/*.cu", "setup.py", "setup_cuda.py")),
 }
 # Part of every proof: versions, and the schemas that the kernels are called by.
-ALWAYS = ("constraints.txt", "csrc/ops.cpp")
+ALWAYS = ("constraints.txt", "csrc/cuda_ops.cpp")
 
 
 # ---- the sources of a module ---------------------------------------------------------------------------------------
