@@ -43,6 +43,20 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "float z_loss, float softcap, bool need_input, bool need_weight, bool need_bias) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
+  // sample: csrc/sample, kernels/sample.py, seqkern/ops/sample.py
+  // Options for all rows, or, where a tensor is given, for each row.
+  m.def(
+      "sample(Tensor logits, int seed, Tensor? seeds, int position, Tensor? positions, "
+      "float temperature, Tensor? temperatures, int top_k, Tensor? top_ks, float top_p, Tensor? top_ps, "
+      "float min_p, Tensor? min_ps, float typical_p, Tensor? typical_ps, float repetition_penalty, "
+      "Tensor? repetition_penalties, Tensor? history, int history_length, Tensor? history_lengths, int order, "
+      "int logprob) -> (Tensor token, Tensor logprob)");
+  m.def(
+      "filter_logits(Tensor logits, float temperature, Tensor? temperatures, int top_k, Tensor? top_ks, "
+      "float top_p, Tensor? top_ps, float min_p, Tensor? min_ps, float typical_p, Tensor? typical_ps, "
+      "float repetition_penalty, Tensor? repetition_penalties, Tensor? history, int history_length, "
+      "Tensor? history_lengths, int order) -> Tensor");
+
   // rnn: csrc/rnn, kernels/rnn/rnn.py, seqkern/ops/rnn.py
   m.def(
       "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "

@@ -19,6 +19,7 @@ from seqkern.ops.linear_cross_entropy import linear_cross_entropy
 from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 from seqkern.ops.rope import rope, rope_tables
+from seqkern.ops.sample import filter_logits, sample
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "attention_weights",
     "cross_entropy",
     "explain",
+    "filter_logits",
     "geglu",
     "gru",
     "gru_cell",
@@ -50,6 +52,7 @@ __all__ = [
     "rnn_tanh_cell",
     "rope",
     "rope_tables",
+    "sample",
     "scaled_dot_product_attention",
     "swiglu",
     "use_backend",

@@ -174,6 +174,19 @@ _CELL = {
     "nonlinearity": "call rnn_tanh_cell or rnn_relu_cell",
 }
 
+_FILTERS = {
+    **_use("logits", "input", "x", "scores"),
+    **_use("temperature", "temp", "t"),
+    **_use("top_k", "k") | _use("top_p", "p", "nucleus"),
+    **_use("typical_p", "typical", "typ_p", "mass"),
+    **_use("repetition_penalty and history", "penalty", "repeat_penalty"),
+    **_use("history", "input_ids", "ids", "tokens", "prev_tokens"),
+}
+_SAMPLE = {
+    **_FILTERS,
+    **_use("seed and position: a token depends on nothing else", "generator", "rng"),
+    **_use("return_logprob", "logprobs", "return_logprobs", "return_log_prob"),
+}
 _LOSS = {
     **_use("target", "labels", "targets", "label"),
     **_use("ignore_index", "ignore_id", "ignore_idx"),
@@ -236,6 +249,8 @@ HINTS: dict[str, dict[str, str]] = {
     "rope_tables": _TABLES,
     "cross_entropy": _CROSS_ENTROPY,
     "linear_cross_entropy": _LINEAR_CROSS_ENTROPY,
+    "sample": _SAMPLE,
+    "filter_logits": _FILTERS,
     "lstm": _NETWORK | _use("peepholes", "peephole"),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), _NETWORK | _NOT_LSTM),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _CELL),

@@ -48,6 +48,7 @@ ALL = (
         functions=("linear_cross_entropy",),
         own_bf16=True,
     ),
+    Slice(name="sample", ops=("sample", "filter_logits"), functions=("sample", "filter_logits")),
     Slice(
         name="rnn",
         ops=("rnn_fwd", "rnn_bwd"),

@@ -63,7 +63,7 @@ PROOFS = {
 }
 # Part of every proof: versions, and the schemas that the kernels are called by.
 ALWAYS = ("constraints.txt", "csrc/cuda_ops.cpp")
-# Part of none: words for wrong keywords, and the list of slices, which every new op makes longer. Short tests read both.
+# Part of none: words for wrong keywords, and the list of slices, which every new op makes longer; short tests read both
 NEVER = ("seqkern/_keywords.py", "seqkern/_slices.py")
 
 

@@ -12,6 +12,7 @@ from seqkern.reference.linear_cross_entropy import logits
 from seqkern.reference.rnn import rnn, rnn_step
 from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
 from seqkern.reference.rope import rope, rope_tables
+from seqkern.reference.sample import drawn, processed, uniform
 
 __all__ = [
     "add_layer_norm",
@@ -21,6 +22,7 @@ __all__ = [
     "attention_weights",
     "cross_entropy_rows",
     "derived_seed",
+    "drawn",
     "dropout",
     "dropout_words",
     "glu",
@@ -30,10 +32,12 @@ __all__ = [
     "layer_norm",
     "logits",
     "lstm_cell",
+    "processed",
     "reduced",
     "rnn",
     "rnn_step",
     "rope",
     "rope_tables",
     "softcapped",
+    "uniform",
 ]

@@ -37,6 +37,8 @@ ARGUMENTS = {
     "rope_tables": (STARTS, 4),
     "cross_entropy": (X, torch.zeros(2, 3, dtype=torch.int64)),
     "linear_cross_entropy": (X, torch.ones(5, 4), torch.zeros(2, 3, dtype=torch.int64)),
+    "sample": (X,),
+    "filter_logits": (X,),
     "lstm": (X, None, [torch.ones(16, 4), torch.ones(16, 4)]),
     "gru": (X, None, [torch.ones(12, 4), torch.ones(12, 4)]),
     "rnn_tanh": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),
@@ -134,6 +136,9 @@ def test_a_hint_names_what_there_is(op, wrong):
         ("linear_cross_entropy", "linear_bias", "use bias$"),
         ("linear_cross_entropy", "lse_square_scale", "use z_loss$"),
         ("LinearCrossEntropy.__init__", "class_weight", "use weight$"),
+        ("sample", "p", "use top_p$"),
+        ("sample", "generator", "use seed"),
+        ("filter_logits", "temp", "use temperature$"),
         ("lstm", "sequence_lengths", "use lengths$"),
         ("gru", "peepholes", "lstm alone"),
         ("lstm_cell", "batch_first", "leave it out: a cell takes one step"),
@@ -198,7 +203,7 @@ def test_overloads_have_every_parameter(function):
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     overloads = get_overloads(function)
     options = {"attention", "attention_varlen", "attention_decode", "lstm", "rope", "forward"}
-    options |= {"cross_entropy", "linear_cross_entropy"}
+    options |= {"cross_entropy", "linear_cross_entropy", "sample"}
     assert bool(overloads) == (function.__name__ in options)
     for overload in overloads:
         parameters = inspect.signature(overload).parameters

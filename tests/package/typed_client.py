@@ -72,6 +72,14 @@ def losses() -> None:
     assert_type(seqkern.nn.LinearCrossEntropy(8, 5, softcap=30.0).forward(hidden, target), Tensor)
 
 
+def sampling() -> None:
+    logits, rows = torch.randn(3, 8), torch.arange(3)
+    assert_type(seqkern.sample(logits, top_k=5, temperature=0.7, seed=1, position=2), Tensor)
+    assert_type(seqkern.sample(logits, top_p=torch.rand(3), seed=rows, position=rows, return_logprob=True), Pair)
+    assert_type(seqkern.sample(logits, order="vllm", return_logprob="raw"), Pair)
+    assert_type(seqkern.filter_logits(logits, min_p=0.1, history=rows[:, None], repetition_penalty=1.2), Tensor)
+
+
 def recurrent(wanted: bool) -> None:
     x, resets = torch.randn(5, 3, 4), torch.zeros(5, 3, dtype=torch.bool)
     weights = {gates: [torch.randn(gates * 8, 4), torch.randn(gates * 8, 8)] for gates in (1, 3, 4)}

@@ -142,6 +142,24 @@ def loss_calls(make: Callable[..., testing.Case], more: list[dict[str, Any]], qu
                     )
 
 
+def sample_calls(quick: bool) -> Iterator[Call]:
+    every: dict[str, Any] = {"top_k": 50, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9, "temperature": 0.8}
+    of_rows = {name: torch.full((3,), value) for name, value in every.items()}
+    history = {"history": torch.randint(50, (3, 7)), "repetition_penalty": 1.2}
+    for order in ("transformers", "vllm", "llama.cpp"):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for classes in [50] if quick else [1, 50, 8200]:
+                for name, options in {"no": {}, "numbers": every, "of rows": of_rows | history}.items():
+                    z = torch.randn(3, classes, dtype=dtype)
+                    options = {"order": order} | options
+                    yield f"sample {classes} {order} {name} {dtype}", partial(drawn, z, options)
+
+
+def drawn(logits: torch.Tensor, options: dict[str, Any]) -> None:
+    seqkern.sample(logits, seed=3, position=5, return_logprob=True, **options)
+    seqkern.filter_logits(logits, **options)
+
+
 def rnn_calls(quick: bool) -> Iterator[Call]:
     for name, case in rnn.CASES.items():
         if quick and name not in QUICK:
@@ -182,6 +200,7 @@ PARTS = {
     "rope": rope_calls,
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,
+    "sample": sample_calls,
     "rnn": rnn_calls,
     "rnn_cell": cell_calls,
 }
