@@ -32,10 +32,21 @@ class Ops:
     attention: Callable[..., torch.Tensor]
     LayerNorm: type[nn.LayerNorm]
     LSTM: type[nn.LSTM]
+    loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of hidden states, weight and targets
 
 
-TORCH = Ops("torch", F.scaled_dot_product_attention, nn.LayerNorm, nn.LSTM)
-SEQKERN = Ops("seqkern", seqkern.scaled_dot_product_attention, seqkern.nn.LayerNorm, seqkern.nn.LSTM)
+def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).flatten(0, -2), targets.flatten())
+
+
+TORCH = Ops("torch", F.scaled_dot_product_attention, nn.LayerNorm, nn.LSTM, plain_loss)
+SEQKERN = Ops(
+    "seqkern",
+    seqkern.scaled_dot_product_attention,
+    seqkern.nn.LayerNorm,
+    seqkern.nn.LSTM,
+    seqkern.linear_cross_entropy,
+)
 LIBRARIES = {ops.name: ops for ops in (TORCH, SEQKERN)}
 
 
@@ -80,25 +91,43 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Transformer(nn.Module):
-    def __init__(self, ops: Ops, width: int = 96, heads: int = 4, layers: int = 3):
+class LanguageModel(nn.Module):
+    """An embedding, whose weights are the output matrix too, and between them what `hidden` does."""
+
+    def __init__(self, ops: Ops, width: int):
         super().__init__()
+        self.ops = ops
         self.embedding = nn.Embedding(VOCABULARY, width)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, T) -> (B, T, width), normalised."""
+        raise NotImplementedError
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.hidden(tokens), self.embedding.weight)
+
+    def bits_per_byte(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of the next byte in bits: tokens and targets (B, T)."""
+        return self.ops.loss(self.hidden(tokens), self.embedding.weight, targets) / math.log(2)
+
+
+class Transformer(LanguageModel):
+    def __init__(self, ops: Ops, width: int = 96, heads: int = 4, layers: int = 3):
+        super().__init__(ops, width)
         self.blocks = nn.ModuleList(Block(ops, width, heads) for _ in range(layers))
         self.norm = ops.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.1)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.norm(x)
 
 
-class RecurrentModel(nn.Module):
+class RecurrentModel(LanguageModel):
     def __init__(self, ops: Ops, width: int = 192, layers: int = 1):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        super().__init__(ops, width)
         self.lstm = ops.LSTM(width, width, num_layers=layers, batch_first=True)
         self.norm = ops.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.1)
@@ -106,23 +135,18 @@ class RecurrentModel(nn.Module):
             # Forget gates (the second quarter) start open, so that the state carries over many bytes from the start.
             nn.init.ones_(getattr(self.lstm, f"bias_ih_l{layer}").data[width : 2 * width])
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden, _ = self.lstm(self.embedding(tokens))
-        return F.linear(self.norm(hidden), self.embedding.weight)
+        return self.norm(hidden)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"transformer": Transformer, "LSTM": RecurrentModel}
+MODELS: dict[str, Callable[..., LanguageModel]] = {"transformer": Transformer, "LSTM": RecurrentModel}
 
 
-def build(model: str, library: str, seed: int) -> nn.Module:
+def build(model: str, library: str, seed: int) -> LanguageModel:
     """`model` of MODELS with the ops of `library` of LIBRARIES; the seed alone decides the parameters."""
     torch.manual_seed(seed)
     return MODELS[model](LIBRARIES[library])
-
-
-def bits_per_byte(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next byte in bits: logits (..., 256), targets (...)."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten()) / math.log(2)
 
 
 @torch.no_grad()
@@ -130,12 +154,11 @@ def sample(
     model: nn.Module, prompt: bytes, length: int, *, context: int, seed: int, temperature: float = 0.8, top_k: int = 20
 ) -> str:
     """Writes on after `prompt`: `length` bytes, each drawn from the `top_k` likeliest at the given temperature."""
-    generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)])
-    for _ in range(length):
-        logits, choices = (model(tokens[:, -context:])[0, -1] / temperature).topk(top_k)
-        chosen = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        tokens = torch.cat([tokens, choices[chosen].view(1, 1)], dim=1)
+    for position in range(length):
+        logits = model(tokens[:, -context:])[:, -1]
+        chosen = seqkern.sample(logits, temperature=temperature, top_k=top_k, seed=seed, position=position)
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
     return bytes(tokens[0, len(prompt) :].tolist()).decode(errors="replace")
 
 

@@ -71,7 +71,7 @@ RECIPES = {
 class Run:
     """One version of a model in training."""
 
-    model: nn.Module
+    model: language_model.LanguageModel
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)  # bits per byte of each step's batch
     seconds: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Run:
         begin = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = language_model.bits_per_byte(self.model(inputs), targets)
+        loss = self.model.bits_per_byte(inputs, targets)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), clip)
@@ -100,7 +100,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         chunks = zip(inputs.split(32), targets.split(32), strict=True)
-        total = sum(language_model.bits_per_byte(self.model(x), y).item() * len(x) for x, y in chunks)
+        total = sum(self.model.bits_per_byte(x, y).item() * len(x) for x, y in chunks)
         self.held_out.append((len(self.losses), total / len(inputs)))
 
 

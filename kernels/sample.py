@@ -157,15 +157,15 @@ def sample_kernel(
     temperature = tl.full((), 1.0, tl.float32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + r * steps[0]).to(tl.float32)
-    greedy = temperature == 0.0
+    greedy = temperature < 1e-30
     divisor = tl.where(greedy, 1.0, temperature)
     good = tl.full((), 1, tl.int32)
     for begin in range(0, classes, BLOCK_V):
         column = begin + tl.arange(0, BLOCK_V)
         z = tl.load(logits_ptr + r * stride + column, mask=column < classes, other=float("-inf")).to(tl.float32)
-        good = good & tl.min((z < float("inf")).to(tl.int32), 0)
         if ORDER != LLAMA_CPP:
             z = z / divisor
+        good = good & tl.min((z < float("inf")).to(tl.int32), 0)
         tl.store(row + column, z, mask=column < classes)
     tl.debug_barrier()
     top, place = largest(row, classes, BLOCK_V)
@@ -176,7 +176,7 @@ def sample_kernel(
             z = tl.load(row + column, mask=column < classes, other=float("-inf"))
             tl.store(row + column, tl.where(column == place, z, float("-inf")), mask=column < classes)
         tl.debug_barrier()
-    if (temperature != 0.0) & (good == 1):
+    if (greedy == 0) & (good == 1):
         k = tl.full((), 0, tl.int64)
         p = tl.full((), 1.0, tl.float64)
         least = tl.full((), 0.0, tl.float64)
@@ -207,6 +207,7 @@ def sample_kernel(
                 tl.store(row + column, z / divisor, mask=column < classes)
             tl.debug_barrier()
         top, place = largest(row, classes, BLOCK_V)
+        good = good & (tl.abs(top) < float("inf")).to(tl.int32)
     if token_ptr is not None:
         token = tl.full((), 0, tl.int64)
         logprob = tl.full((), float("nan"), tl.float32)

@@ -65,6 +65,8 @@ struct Draws {
   int64_t logprob;
 };
 
+// Temperatures below are 0: quotients by them would be infinite.
+constexpr double kGreedy = 1e-30;
 // From one seed another one for each row: seed + row (2^64 / golden ratio).
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
@@ -152,7 +154,7 @@ std::tuple<Tensor, Tensor> run(const Tensor& logits, const Options& o, const Dra
             .classes = classes,
             .order = static_cast<SampleOrder>(o.order),
             .logprob = static_cast<SampleLogprob>(logprob),
-            .temperature = static_cast<float>(temperature[row]),
+            .temperature = temperature[row] < kGreedy ? 0 : static_cast<float>(temperature[row]),
             .top_k = top_k[row],
             .top_p = top_p[row],
             .min_p = min_p[row],

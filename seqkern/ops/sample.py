@@ -81,7 +81,7 @@ def sample(
     Args:
         logits: shape (..., V); float64, float32, bfloat16 or float16, taken as float32. Minus infinity: a token that
             cannot be.
-        temperature: divides the logits; 0: the largest one, of equal ones the first.
+        temperature: divides the logits; 0, or below 1e-30: the largest one, of equal ones the first.
         top_k: keeps the k most probable tokens; None or 0: all.
         top_p: keeps the fewest tokens whose probability reaches it, the most probable first; None or 1: all, 0: one.
         min_p: keeps tokens at least so many times as probable as the most probable one; None or 0: all.
@@ -107,7 +107,8 @@ def sample(
     Raises:
         TypeError: not tensors or numbers, or dtypes that do not fit.
         ValueError: shapes, devices or numbers that do not fit.
-        RuntimeError: on CPU, nan, infinity, or nothing but minus infinity in a row. On a GPU such a row's token is 0.
+        RuntimeError: on CPU, nan, infinity (also after the division by the temperature), or nothing but minus infinity
+            in a row. On a GPU such a row's token is 0.
         NotImplementedError: the backend in force does not run on the device.
 
     Source: reference/sample.py names one for each option.
@@ -211,6 +212,7 @@ LIMITS: dict[str, tuple[float, float, float, bool, torch.dtype]] = {
     "typical_p": (1.0, 0, 1, False, torch.float64),
     "repetition_penalty": (1.0, 0, math.inf, False, torch.float64),
 }
+GREEDY = 1e-30  # temperatures below are 0: quotients by them would be infinite
 Number = tuple[Any, Tensor | None]  # of all rows, and of each
 
 
@@ -319,7 +321,7 @@ def _row_by_reference(op: str, z: Tensor, row: int, given: list[Any], order: str
     options = {name: _of_row(number, t, row) for name, number, t in pairs}
     past, length, lengths = given[2 * len(LIMITS) :]
     options["history"] = None if past is None else past[row, : max(0, _of_row(length, lengths, row))]
-    if options["temperature"]:
+    if options["temperature"] >= GREEDY:
         return raw, reference.processed(raw, order, **options)
     off = {name: LIMITS[name][0] for name in LIMITS if name != "repetition_penalty"}
     left = reference.processed(raw, order, **options | off)

@@ -329,10 +329,28 @@ def test_bad_rows(bad, isa):
     z = logits("plain")
     z[1, 999] = bad
     for function in (seqkern.sample, seqkern.filter_logits):
-        with pytest.raises(RuntimeError, match="logits must not be nan or infinite, but row 1 is"):
+        with pytest.raises(RuntimeError, match="must not be nan or infinite, but row 1 is"):
             function(z, top_k=3)
         with pytest.raises(RuntimeError, match="all logits of row 0 are minus infinity: no token is possible"):
             function(torch.full((1, 5), -INFINITY))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_would_overflow(order, isa):
+    """Tiny temperatures are 0; quotients and penalties that make a logit infinite raise, instead of a token of nan."""
+    z = torch.tensor([[1.0, 3.0, 2.0]])
+    for temperature in (1e-45, 1e-31):
+        assert seqkern.sample(z, temperature=temperature, order=order) == 1
+    assert seqkern.sample(z, temperature=1e-29, order=order) == 1
+    for sign in (1, -1):
+        with pytest.raises(RuntimeError, match="must not be nan or infinite|are minus infinity"):
+            seqkern.sample(sign * 1e30 * z, temperature=1e-20, order=order)
+    with pytest.raises(RuntimeError, match="must not be nan or infinite"):
+        seqkern.sample(z, repetition_penalty=1e-45, history=torch.tensor([[1]]), order=order)
+    with pytest.raises(RuntimeError, match="must not be nan or infinite"):
+        seqkern.sample(z * 1e38, repetition_penalty=0.1, history=torch.tensor([[1]]), order=order)
+    far = seqkern.sample(-1e38 * z, repetition_penalty=10.0, history=torch.tensor([[0, 1]]), order=order, temperature=0)
+    assert far == 2  # the others became minus infinity
 
 
 def test_no_gradient(isa):

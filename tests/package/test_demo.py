@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -311,11 +312,14 @@ def test_a_file_with_too_little_text_is_refused(tmp_path: Path) -> None:
 # ---- models and training --------------------------------------------------------------------------------------------
 
 
-def test_bits_per_byte() -> None:
+@pytest.mark.parametrize("library", language_model.LIBRARIES)
+def test_bits_per_byte(library: str) -> None:
+    """Of hidden states that are nothing, or the very rows of the matrix, a thousand times."""
+    model = language_model.build("LSTM", library, seed=0)
     targets = torch.randint(256, (2, 10))
-    assert language_model.bits_per_byte(torch.zeros(2, 10, 256), targets).item() == pytest.approx(8)
-    certain = torch.nn.functional.one_hot(targets, 256) * 1000.0
-    assert language_model.bits_per_byte(certain, targets).item() == pytest.approx(0)
+    for scale, bits in ((0.0, 8.0), (1000.0, 0.0)):
+        with mock.patch.object(model, "hidden", lambda y: model.embedding(y) * scale):  # noqa: B023
+            assert model.bits_per_byte(targets, targets).item() == pytest.approx(bits)
 
 
 @pytest.mark.parametrize("model", language_model.MODELS)
@@ -327,6 +331,12 @@ def test_both_versions_are_the_same_causal_model(model: str) -> None:
     logits = ours(tokens)
     assert logits.shape == (2, 40, 256)
     torch.testing.assert_close(logits, theirs(tokens))
+    losses = [each.bits_per_byte(tokens, tokens.roll(-1, 1)) for each in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+    gradients = [
+        torch.autograd.grad(loss, m.embedding.weight)[0] for loss, m in zip(losses, (ours, theirs), strict=True)
+    ]
+    torch.testing.assert_close(*gradients)
     changed = tokens.clone()
     changed[:, 20:] = 0
     assert torch.equal(ours(changed)[:, :20], logits[:, :20])

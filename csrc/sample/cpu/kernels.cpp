@@ -322,7 +322,7 @@ void typical(Row& row, double p) {
 
 // ---- the row ------------------------------------------------------------------------------------------------------
 
-// Reads the logits, divided by `temperature`, and finds the largest; false where one is nan or plus infinity.
+// Reads the logits, divided by `temperature`, and finds the largest; false where one is then nan or plus infinity.
 template <class T>
 bool read(const SampleRow& p, Row& row, float temperature) {
   const T* logits = static_cast<const T*>(p.logits);
@@ -331,8 +331,8 @@ bool read(const SampleRow& p, Row& row, float temperature) {
   vi32 bad{};
   vf32 top = broadcast<float>(-kInfinity);
   const auto put = [&](int64_t i, vf32 z) SK_INLINED {
-    bad |= ~(z < kInfinity);
     z = temperature == 1 ? z : z / temperature;
+    bad |= ~(z < kInfinity);
     store(row.z + i, z);
     top = vmax(z, top);
   };
@@ -404,7 +404,8 @@ int64_t draw(const Row& row, double u) {
 }
 
 // What the filters leave, with the logits that tokens are drawn by. At temperature 0 the first of the largest logits.
-void filter(const SampleRow& p, Row& row) {
+// False where the temperature makes them infinite.
+bool filter(const SampleRow& p, Row& row) {
   if (p.temperature == 0) {
     int64_t at = 0;
     while (row.z[at] != row.max) ++at;
@@ -412,7 +413,7 @@ void filter(const SampleRow& p, Row& row) {
     row.ids = row.id_memory, row.n = whole_blocks(1);
     for (int64_t i = 1; i < row.n; ++i) row.z[i] = -kInfinity;
     row.current = false;
-    return;
+    return true;
   }
   const bool last = p.order == SampleOrder::llama_cpp;
   if (p.order == SampleOrder::vllm) min_p(row, p.min_p);
@@ -425,6 +426,7 @@ void filter(const SampleRow& p, Row& row) {
     divide_by(row, p.temperature);
     find_max(row);
   }
+  return -kInfinity < row.max && row.max < kInfinity;  // but for a quotient by the temperature
 }
 
 template <class T>
@@ -432,14 +434,15 @@ SampledToken sample_row(const SampleRow& p, Row row) {
   const bool raw = p.logprob == SampleLogprob::raw;
   const float first = p.order == SampleOrder::llama_cpp || p.temperature == 0 ? 1 : p.temperature;
   if (!read<T>(p, row, raw ? 1 : first)) return {SampleStatus::not_finite, 0, 0};
-  if (row.max == -kInfinity) return {SampleStatus::nothing_possible, 0, 0};
   double lse = 0;
   if (raw) {
-    lse = raw_lse(row);
-    read<T>(p, row, first);
+    lse = row.max > -kInfinity ? raw_lse(row) : 0;
+    if (!read<T>(p, row, first)) return {SampleStatus::not_finite, 0, 0};
   }
   if (p.repetition_penalty != 1) penalise<T>(p, row, first);
-  filter(p, row);
+  if (!(row.max < kInfinity)) return {SampleStatus::not_finite, 0, 0};
+  if (row.max == -kInfinity) return {SampleStatus::nothing_possible, 0, 0};
+  if (!filter(p, row)) return {SampleStatus::not_finite, 0, 0};
   if (p.filtered) {
     for (int64_t i = 0; i < p.classes; ++i) p.filtered[i] = -kInfinity;
     for (int64_t i = 0; i < row.n; ++i)
