@@ -21,6 +21,7 @@ from seqkern.ops._autograd import (
     eager,
     gradients,
     per_sample,
+    readable,
     tangents,
     transforms_active,
     wants_gradient,
@@ -108,9 +109,9 @@ def linear_cross_entropy(
         0 of ignored rows. "mean" of no row is nan, as torch's; its gradients are 0.
 
     With "mean" and "sum" the gradients are computed with the loss, with three matrix products, and the backward pass
-    multiplies them by its scalar. Memory beside inputs and gradients: the logits of some hundred rows, and in 16 bits
-    weight's gradient in float32. Derivatives of every order; under autocast input and weight are cast as
-    torch's linear casts them.
+    hands them on, multiplied by its scalar; a second one (retain_graph=True) makes the logits again. Memory beside
+    inputs and gradients: the logits of some hundred rows, and in 16 bits weight's gradient in float32. Derivatives of
+    every order; under autocast input and weight are cast as torch's linear casts them.
 
     Raises:
         TypeError: not tensors, or dtypes that do not fit.
@@ -269,6 +270,10 @@ class _Loss(torch.autograd.Function):
             ctx.save_for_forward(*kept)
         else:
             ctx.mark_non_differentiable(*output[2:])
+        ctx.own = None
+        if not (torch.compiler.is_compiling() or transforms_active()):
+            # The gradients belong to the first backward pass, which may then hand them on as they are.
+            kept, ctx.own = kept[:7], output[4:]
         ctx.save_for_backward(*kept)
 
     @staticmethod
@@ -280,12 +285,16 @@ class _Loss(torch.autograd.Function):
         if grad_loss is None and grad_lse is None:
             return None, None, None, *nothing
         if numbers.reduction and grad_lse is None and not torch.is_grad_enabled():
-            dtypes = (input.dtype, weight.dtype, total.dtype)
-            scaled = (
-                _scaled(g, grad_loss, dtype) if needed else None
-                for g, dtype, needed in zip(grads, dtypes, needs, strict=True)
-            )
-            return *scaled, *nothing
+            scale = _scaled
+            if ctx.own is not None:
+                grads, ctx.own, scale = ctx.own, None, _scaled_in_place
+            if grads:
+                dtypes = (input.dtype, weight.dtype, total.dtype)
+                scaled = (
+                    scale(g, grad_loss, dtype) if needed else None
+                    for g, dtype, needed in zip(grads, dtypes, needs, strict=True)
+                )
+                return *scaled, *nothing
         if grad_loss is None:
             grad_loss = torch.zeros_like(total)
         elif numbers.reduction:
@@ -318,9 +327,17 @@ class _Loss(torch.autograd.Function):
 
 
 def _scaled(grad: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Never in place: a second backward pass finds what the first one found."""
+    """Not in place: a second backward pass finds what the first one found."""
     assert factor is not None
     return (grad * factor).to(dtype)
+
+
+def _scaled_in_place(grad: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Of a gradient that nobody else has. A second backward pass makes its own."""
+    assert factor is not None
+    if not (readable(factor) and factor.item() == 1):
+        grad.mul_(factor)
+    return grad.to(dtype)
 
 
 def _of_rows(grad_loss: Tensor, target: Tensor, class_weight: Tensor | None, numbers: Numbers) -> Tensor:

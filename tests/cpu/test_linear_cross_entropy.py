@@ -151,16 +151,33 @@ def test_a_row_is_the_same_whatever_is_beside_it(reduction, isa):
     assert not found[1][~kept].any()
 
 
-@pytest.mark.parametrize("up", [2.0, -0.25, 0.0])
-def test_upstream_gradients(up, isa):
-    """Gradients that come with the loss are multiplied by what comes from above, every time anew."""
-    x, w, b = (t.requires_grad_() for t in (draw(7, 5), draw(7, 5, seed=1), draw(7, seed=2)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("up", [1.0, 2.0, -0.25, 0.0])
+def test_upstream_gradients(up, dtype, isa):
+    """Gradients that come with the loss belong to the first backward pass; a second one does not see what became of
+    them."""
+    x, w, b = (t.to(dtype).requires_grad_() for t in (draw(7, 5), draw(7, 5, seed=1), draw(7, seed=2)))
+
+    def gradients(factor, retain=False, again=1):
+        loss = OURS(x, w, TARGET, b)
+        for _ in range(again):
+            found = torch.autograd.grad(loss, (x, w, b), torch.tensor(factor), retain_graph=retain)
+            kept = [t.clone() for t in found]
+            for t in found:
+                t.fill_(math.nan)
+        return kept
+
+    once, scaled = gradients(1.0), gradients(up)
+    for a, c in zip(once, scaled, strict=True):
+        torch.testing.assert_close(c, up * a)
+    assert all(map(torch.equal, gradients(up, retain=True), scaled))
+    for a, c in zip(scaled, gradients(up, retain=True, again=3), strict=True):
+        torch.testing.assert_close(a, c)
     loss = OURS(x, w, TARGET, b)
-    once = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
-    scaled = torch.autograd.grad(loss, (x, w, b), torch.tensor(up), retain_graph=True)
-    again = torch.autograd.grad(loss, (x, w, b))
-    assert all(map(torch.equal, once, again))
-    assert all(torch.equal(up * a, c) for a, c in zip(once, scaled, strict=True))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for t, a in zip((x, w, b), once, strict=True):
+        torch.testing.assert_close(t.grad, 2 * a)
 
 
 def test_rows_of_unequal_upstream_gradients(isa, passes):
