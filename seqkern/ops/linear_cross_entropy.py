@@ -335,6 +335,8 @@ def _scaled(grad: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
 def _scaled_in_place(grad: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Of a gradient that nobody else has. A second backward pass makes its own."""
     assert factor is not None
+    if torch._C._functorch.is_legacy_batchedtensor(factor):  # is_grads_batched=True: a gradient for each factor
+        return _scaled(grad, factor, dtype)
     if not (readable(factor) and factor.item() == 1):
         grad.mul_(factor)
     return grad.to(dtype)

@@ -206,7 +206,7 @@ def cost(rows: int, classes: int, dtype: torch.dtype) -> Cost:
 # Of each option the number that is off, the least and the largest one, whether the least is meant, and the dtype.
 LIMITS: dict[str, tuple[float, float, float, bool, torch.dtype]] = {
     "temperature": (1.0, 0, math.inf, True, torch.float64),
-    "top_k": (0, 0, 2**63, True, torch.int64),
+    "top_k": (0, 0, 2**63 - 1, True, torch.int64),
     "top_p": (1.0, 0, 1, True, torch.float64),
     "min_p": (0.0, 0, 1, True, torch.float64),
     "typical_p": (1.0, 0, 1, False, torch.float64),
@@ -263,7 +263,7 @@ def _numbers(op: str, name: str, value: Any, z: Tensor, shape: torch.Size) -> Nu
         raise TypeError(f"{op}: {name} must be a {'whole ' if whole else ''}number or a tensor of them, got {value!r}")
     if not (least <= value <= most and value < math.inf) or (value == least and not with_least):
         above = "at least" if with_least else "above"
-        below = f" and at most {most:g}" if most < 2**63 else ""
+        below = f" and at most {most:g}" if most == 1 else ""
         raise ValueError(f"{op}: {name} must be {above} {least:g}{below}, got {value}")
     return value, None
 

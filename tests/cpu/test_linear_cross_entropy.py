@@ -180,6 +180,18 @@ def test_upstream_gradients(up, dtype, isa):
         torch.testing.assert_close(t.grad, 2 * a)
 
 
+def test_batched_upstream_gradients():
+    x, w, b = (t.requires_grad_() for t in (draw(7, 5), draw(7, 5, seed=1), draw(7, seed=2)))
+    once = torch.autograd.grad(OURS(x, w, TARGET, b), (x, w, b))
+    factors = torch.tensor([1.0, 2.0, -3.0])
+    for retain in (False, True):
+        found = torch.autograd.grad(
+            OURS(x, w, TARGET, b), (x, w, b), factors, is_grads_batched=True, retain_graph=retain
+        )  # fmt: skip
+        for many, one in zip(found, once, strict=True):
+            torch.testing.assert_close(many, torch.stack([f * one for f in factors]))
+
+
 def test_rows_of_unequal_upstream_gradients(isa, passes):
     """reduction="none", weighted: plausible but wrong where gradients come with the loss (Liger 1298)."""
     x, w, up = draw(7, 5), draw(7, 5, seed=1), draw(7, seed=2)

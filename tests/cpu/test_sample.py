@@ -438,6 +438,7 @@ H = torch.zeros(2, 3, 4, dtype=torch.int64)
         (TypeError, {"top_k": 2.5}, "top_k must be a whole number or a tensor of them, got 2.5"),
         (TypeError, {"top_k": True}, "top_k must be a whole number or a tensor of them, got True"),
         (ValueError, {"top_k": -1}, "top_k must be at least 0, got -1"),
+        (ValueError, {"top_k": 2**63}, "top_k must be at least 0, got 9223372036854775808"),
         (TypeError, {"top_k": torch.ones(2, 3)}, "top_k must have whole numbers, got torch.float32"),
         (ValueError, {"top_p": 1.1}, "top_p must be at least 0 and at most 1, got 1.1"),
         (TypeError, {"top_p": torch.ones(2, 3).long()}, "top_p must have floating point numbers, got torch.int64"),
