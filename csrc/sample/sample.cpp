@@ -13,18 +13,17 @@
 namespace seqkern {
 namespace {
 
-constexpr const char* kOp = "sample";
-
 // A number for all rows, or one for each.
 template <class T>
 class PerRow {
  public:
-  PerRow(T of_all, const std::optional<Tensor>& t, const char* name, ScalarType type, int64_t rows) : of_all_(of_all) {
+  PerRow(T of_all, const std::optional<Tensor>& t, const char* op, const char* name, ScalarType type, int64_t rows)
+      : of_all_(of_all) {
     if (!t) return;
-    check_cpu(*t, kOp, name);
-    check_dim(*t, 1, kOp, name);
-    check_type(*t, type, kOp, name);
-    check_size(*t, 0, rows, kOp, name);
+    check_cpu(*t, op, name);
+    check_dim(*t, 1, op, name);
+    check_type(*t, type, op, name);
+    check_size(*t, 0, rows, op, name);
     kept_ = as_contiguous(*t);
     data_ = static_cast<const T*>(kept_->const_data_ptr());
   }
@@ -89,26 +88,27 @@ double uniform(uint64_t seed, uint64_t position) {
 
 // Tokens, or without draws the filtered logits.
 std::tuple<Tensor, Tensor> run(const Tensor& logits, const Options& o, const Draws* draws) {
-  const Dtype dtype = dtype_of(logits, kOp, "logits");
-  check_cpu(logits, kOp, "logits");
-  check_dim(logits, 2, kOp, "logits");
+  const char* const op = draws ? "sample" : "filter_logits";
+  const Dtype dtype = dtype_of(logits, op, "logits");
+  check_cpu(logits, op, "logits");
+  check_dim(logits, 2, op, "logits");
   const int64_t rows = logits.size(0), classes = logits.size(1), logprob = draws ? draws->logprob : 0;
-  SK_CHECK(rows == 0 || classes > 0, kOp, ": logits must have a class at least, got shape (", rows, ", 0)");
-  SK_CHECK(classes <= std::numeric_limits<int32_t>::max() / 2, kOp, ": logits must have fewer than 2^30 classes, got ",
+  SK_CHECK(rows == 0 || classes > 0, op, ": logits must have a class at least, got shape (", rows, ", 0)");
+  SK_CHECK(classes <= std::numeric_limits<int32_t>::max() / 2, op, ": logits must have fewer than 2^30 classes, got ",
            classes);
-  SK_CHECK(0 <= o.order && o.order <= 2, kOp, ": order must be 0 (transformers), 1 (vllm) or 2 (llama.cpp), got ",
+  SK_CHECK(0 <= o.order && o.order <= 2, op, ": order must be 0 (transformers), 1 (vllm) or 2 (llama.cpp), got ",
            o.order);
-  SK_CHECK(0 <= logprob && logprob <= 2, kOp, ": logprob must be 0 (none), 1 (processed) or 2 (raw), got ", logprob);
-  const PerRow<double> temperature(o.temperature, o.temperatures, "temperature", ScalarType::Double, rows),
-      top_p(o.top_p, o.top_ps, "top_p", ScalarType::Double, rows),
-      min_p(o.min_p, o.min_ps, "min_p", ScalarType::Double, rows),
-      typical_p(o.typical_p, o.typical_ps, "typical_p", ScalarType::Double, rows),
-      penalty(o.repetition_penalty, o.repetition_penalties, "repetition_penalty", ScalarType::Double, rows);
-  const PerRow<int64_t> top_k(o.top_k, o.top_ks, "top_k", ScalarType::Long, rows),
-      lengths(o.history_length, o.history_lengths, "history_lengths", ScalarType::Long, rows);
+  SK_CHECK(0 <= logprob && logprob <= 2, op, ": logprob must be 0 (none), 1 (processed) or 2 (raw), got ", logprob);
+  const PerRow<double> temperature(o.temperature, o.temperatures, op, "temperature", ScalarType::Double, rows),
+      top_p(o.top_p, o.top_ps, op, "top_p", ScalarType::Double, rows),
+      min_p(o.min_p, o.min_ps, op, "min_p", ScalarType::Double, rows),
+      typical_p(o.typical_p, o.typical_ps, op, "typical_p", ScalarType::Double, rows),
+      penalty(o.repetition_penalty, o.repetition_penalties, op, "repetition_penalty", ScalarType::Double, rows);
+  const PerRow<int64_t> top_k(o.top_k, o.top_ks, op, "top_k", ScalarType::Long, rows),
+      lengths(o.history_length, o.history_lengths, op, "history_lengths", ScalarType::Long, rows);
   for (int64_t row = 0; row < rows; ++row) {
     const auto check = [&](bool fits, const char* name, const char* expected, double got) {
-      SK_CHECK(fits, kOp, ": ", name, " must be ", expected, ", got ", got, " in row ", row);
+      SK_CHECK(fits, op, ": ", name, " must be ", expected, ", got ", got, " in row ", row);
     };
     const auto in_unit = [](double x) { return 0 <= x && x <= 1; };
     check(temperature[row] >= 0 && std::isfinite(temperature[row]), "temperature", "at least 0", temperature[row]);
@@ -120,17 +120,17 @@ std::tuple<Tensor, Tensor> run(const Tensor& logits, const Options& o, const Dra
   }
   std::optional<Tensor> tokens;
   if (o.history) {
-    check_cpu(*o.history, kOp, "history");
-    check_dim(*o.history, 2, kOp, "history");
-    check_type(*o.history, ScalarType::Long, kOp, "history");
-    check_size(*o.history, 0, rows, kOp, "history");
+    check_cpu(*o.history, op, "history");
+    check_dim(*o.history, 2, op, "history");
+    check_type(*o.history, ScalarType::Long, op, "history");
+    check_size(*o.history, 0, rows, op, "history");
     tokens = with_unit_last_stride(*o.history);
   }
   const int64_t longest = tokens ? tokens->size(1) : 0;
   std::optional<PerRow<int64_t>> seeds, positions;
   if (draws) {
-    seeds.emplace(draws->seed, draws->seeds, "seed", ScalarType::Long, rows);
-    positions.emplace(draws->position, draws->positions, "position", ScalarType::Long, rows);
+    seeds.emplace(draws->seed, draws->seeds, op, "seed", ScalarType::Long, rows);
+    positions.emplace(draws->position, draws->positions, op, "position", ScalarType::Long, rows);
   }
   const Tensor z = with_unit_last_stride(logits);
   Tensor token = empty(logits, {draws ? rows : 0}, ScalarType::Long);
@@ -172,9 +172,9 @@ std::tuple<Tensor, Tensor> run(const Tensor& logits, const Options& o, const Dra
     if (logprob) of_found[row] = drawn.logprob;
   });
   for (int64_t row = 0; row < rows; ++row) {
-    SK_CHECK(statuses[row] != SampleStatus::not_finite, kOp, ": logits must not be nan or infinite, but row ", row,
-             " is");
-    SK_CHECK(statuses[row] != SampleStatus::nothing_possible, kOp, ": all logits of row ", row,
+    SK_CHECK(statuses[row] != SampleStatus::not_finite, op,
+             ": logits, penalised and divided by the temperature, must not be nan or infinite, but row ", row, " is");
+    SK_CHECK(statuses[row] != SampleStatus::nothing_possible, op, ": all logits of row ", row,
              " are minus infinity: no token is possible");
   }
   return {token, numbers};
