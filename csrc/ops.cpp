@@ -57,6 +57,9 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "float repetition_penalty, Tensor? repetition_penalties, Tensor? history, int history_length, "
       "Tensor? history_lengths, int order) -> Tensor");
 
+  // beam_step: csrc/beam_step, kernels/beam_step.py, seqkern/ops/beam_step.py
+  m.def("beam_step(Tensor logits, Tensor scores, int candidates) -> (Tensor scores, Tensor beams, Tensor tokens)");
+
   // rnn: csrc/rnn, kernels/rnn/rnn.py, seqkern/ops/rnn.py
   m.def(
       "rnn_fwd(Tensor input, Tensor h0, Tensor? c0, Tensor[] w_ih, Tensor[] w_hh, Tensor[] b_ih, Tensor[] b_hh, "

@@ -12,6 +12,7 @@ from seqkern.ops.attention import (
 )
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
+from seqkern.ops.beam_step import beam_step
 from seqkern.ops.cross_entropy import cross_entropy
 from seqkern.ops.glu import geglu, swiglu
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -29,6 +30,7 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "attention_weights",
+    "beam_step",
     "cross_entropy",
     "explain",
     "filter_logits",

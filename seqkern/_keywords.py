@@ -251,6 +251,11 @@ HINTS: dict[str, dict[str, str]] = {
     "linear_cross_entropy": _LINEAR_CROSS_ENTROPY,
     "sample": _SAMPLE,
     "filter_logits": _FILTERS,
+    "beam_step": {
+        **_use("scores", "beam_scores", "log_probs", "running_scores") | _use("logits", "input", "lprobs"),
+        **_use("candidates", "k", "num_candidates", "topk"),
+        **dict.fromkeys(("beam_size", "num_beams", "beams"), "leave it out: it is the size of scores's last dimension"),
+    },
     "lstm": _NETWORK | _use("peepholes", "peephole"),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), _NETWORK | _NOT_LSTM),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _CELL),

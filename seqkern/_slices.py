@@ -49,6 +49,7 @@ ALL = (
         own_bf16=True,
     ),
     Slice(name="sample", ops=("sample", "filter_logits"), functions=("sample", "filter_logits")),
+    Slice(name="beam_step", ops=("beam_step",), functions=("beam_step",)),
     Slice(
         name="rnn",
         ops=("rnn_fwd", "rnn_bwd"),

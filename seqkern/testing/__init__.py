@@ -35,6 +35,7 @@ import seqkern
 from seqkern import _library
 from seqkern.testing._checks import Case, ErrorReport, assert_passed, check_case, compare, poison, run
 from seqkern.testing.attention import attention_case, attention_decode_case
+from seqkern.testing.beam_step import beam_step_case
 from seqkern.testing.cross_entropy import cross_entropy_case
 from seqkern.testing.glu import glu_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
@@ -46,8 +47,8 @@ from seqkern.testing.sample import filter_logits_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "assert_passed", "attention_case", "attention_decode_case",
-    "check_case", "compare", "cross_entropy_case", "filter_logits_case", "glu_case", "layer_norm_case",
-    "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run", "verify",
+    "beam_step_case", "check_case", "compare", "cross_entropy_case", "filter_logits_case", "glu_case",
+    "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -70,6 +71,7 @@ CASES: dict[str, Case] = {
         bias=True, class_weight=True, label_smoothing=0.1, z_loss=1e-3, softcap=5.0, reduction="none", return_lse=True
     ),
     "filter_logits": filter_logits_case(temperature=0.7, top_k=100, top_p=0.95, min_p=0.001, typical_p=0.9),
+    "beam_step": beam_step_case(),
     "lstm": rnn_case("lstm"),
     "gru": rnn_case("gru"),
     "rnn_tanh": rnn_case("rnn_tanh"),
@@ -91,8 +93,8 @@ def verify(
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
             "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "rope"; "cross_entropy" or "linear_cross_entropy", also
-            with "_options" appended; "filter_logits" (no gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of
-            these four also with "_cell" appended, "lstm_options" or "gru_options".
+            with "_options" appended; "filter_logits", "beam_step" (no gradients); "lstm", "gru", "rnn_tanh",
+            "rnn_relu", each of these four also with "_cell" appended, "lstm_options" or "gru_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.

@@ -106,6 +106,7 @@ CALLS = {
     "cross_entropy": (lambda f, x: f(x, STARTS % 4, softcap=3.0), BIAS[:12].view(3, 4)),
     "linear_cross_entropy": (lambda f, x: f(x, W, STARTS, BIAS, reduction="none"), BIAS[:12].view(3, 4)),
     "sample": (lambda f, x: f(x, top_k=3, seed=5), Q),
+    "beam_step": (lambda f, x: f(x.reshape(2, 2, -1), torch.zeros(2, 2), candidates=3), Q),
     "filter_logits": (lambda f, x: f(x, top_p=0.7, order="vllm"), Q),
     "add_layer_norm": (lambda f, x: f(x, x, (4,)), Q),
     "add_rms_norm": (lambda f, x: f(x, x, (4,), W[0]), Q),

@@ -39,6 +39,7 @@ ARGUMENTS = {
     "linear_cross_entropy": (X, torch.ones(5, 4), torch.zeros(2, 3, dtype=torch.int64)),
     "sample": (X,),
     "filter_logits": (X,),
+    "beam_step": (X, torch.zeros(2, 3)),
     "lstm": (X, None, [torch.ones(16, 4), torch.ones(16, 4)]),
     "gru": (X, None, [torch.ones(12, 4), torch.ones(12, 4)]),
     "rnn_tanh": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),

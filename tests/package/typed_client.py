@@ -77,6 +77,7 @@ def sampling() -> None:
     assert_type(seqkern.sample(logits, top_k=5, temperature=0.7, seed=1, position=2), Tensor)
     assert_type(seqkern.sample(logits, top_p=torch.rand(3), seed=rows, position=rows, return_logprob=True), Pair)
     assert_type(seqkern.sample(logits, order="vllm", return_logprob="raw"), Pair)
+    assert_type(seqkern.beam_step(logits[None], torch.zeros(1, 3), candidates=4).tokens, Tensor)
     assert_type(seqkern.filter_logits(logits, min_p=0.1, history=rows[:, None], repetition_penalty=1.2), Tensor)
 
 

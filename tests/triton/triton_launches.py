@@ -160,6 +160,13 @@ def drawn(logits: torch.Tensor, options: dict[str, Any]) -> None:
     seqkern.filter_logits(logits, **options)
 
 
+def beam_calls(quick: bool) -> Iterator[Call]:
+    for dtype in [torch.bfloat16] if quick else DTYPES:
+        for classes in [50] if quick else [1, 50, 8200]:
+            case = testing.beam_step_case(classes=classes, candidates=min(8, 4 * classes))
+            yield f"beam_step {classes} {dtype}", partial(through_autograd, case, dtype)
+
+
 def rnn_calls(quick: bool) -> Iterator[Call]:
     for name, case in rnn.CASES.items():
         if quick and name not in QUICK:
@@ -201,6 +208,7 @@ PARTS = {
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,
     "sample": sample_calls,
+    "beam_step": beam_calls,
     "rnn": rnn_calls,
     "rnn_cell": cell_calls,
 }
