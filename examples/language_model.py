@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import seqkern
+from seqkern.generation import Chunk
 
 VOCABULARY = 256
 
@@ -70,12 +72,21 @@ class CausalSelfAttention(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: seqkern.nn.AttentionCache | None = None) -> torch.Tensor:
         # (B, T, 3 * width) -> three views (B, heads, T, width / heads)
         query, key, value = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        turn = rotation(x.size(1), query.size(-1))
-        mixed = self.ops.attention(rotate(query, *turn), rotate(key, *turn), value, is_causal=True)
+        if cache is None:
+            turn = rotation(x.size(1), query.size(-1))
+            mixed = self.ops.attention(rotate(query, *turn), rotate(key, *turn), value, is_causal=True)
+        else:
+            query, key = seqkern.rope(query, key, cache.lengths[:, None] + torch.arange(x.size(1)))
+            mixed = seqkern.attention_decode(query, cache.keys, cache.values, cache.lengths, key=key, value=value)
+            cache.lengths += x.size(1)
         return self.output(mixed.transpose(1, 2).flatten(-2))
+
+    def make_cache(self, rows: int, longest: int) -> seqkern.nn.AttentionCache:
+        keys, values = torch.zeros(2, rows, self.heads, longest, self.output.in_features // self.heads)
+        return seqkern.nn.AttentionCache(keys, values, torch.zeros(rows, dtype=torch.int64))
 
 
 class Block(nn.Module):
@@ -86,8 +97,8 @@ class Block(nn.Module):
         self.feed_forward_norm = ops.LayerNorm(width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, cache: seqkern.nn.AttentionCache | None = None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cache)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -101,6 +112,14 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T) -> (B, T, width), normalised."""
+        raise NotImplementedError
+
+    def start(self, rows: int, longest: int) -> Any:
+        """What `step` needs to begin `rows` texts of at most `longest` bytes."""
+        raise NotImplementedError
+
+    def step(self, chunk: Chunk, state: Any) -> tuple[torch.Tensor, Any]:
+        """A step of `seqkern.generate`: logits of the next byte, and the state after the chunk."""
         raise NotImplementedError
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -124,6 +143,17 @@ class Transformer(LanguageModel):
             x = block(x)
         return self.norm(x)
 
+    def start(self, rows: int, longest: int) -> list[seqkern.nn.AttentionCache]:
+        attentions = [module for module in self.modules() if isinstance(module, CausalSelfAttention)]
+        return [attention.make_cache(rows, longest) for attention in attentions]
+
+    def step(self, chunk: Chunk, state: list[seqkern.nn.AttentionCache]) -> tuple[torch.Tensor, Any]:
+        x = self.embedding(chunk.tokens)
+        for block, cache in zip(self.blocks, state, strict=True):
+            x = block(x, cache)
+            cache.lengths = chunk.positions + chunk.lengths
+        return F.linear(self.norm(x), self.embedding.weight), state
+
 
 class RecurrentModel(LanguageModel):
     def __init__(self, ops: Ops, width: int = 192, layers: int = 1):
@@ -139,6 +169,13 @@ class RecurrentModel(LanguageModel):
         hidden, _ = self.lstm(self.embedding(tokens))
         return self.norm(hidden)
 
+    def start(self, rows: int, longest: int) -> None:
+        return None  # zeros
+
+    def step(self, chunk: Chunk, state: Any) -> tuple[torch.Tensor, Any]:
+        hidden, state = self.lstm(self.embedding(chunk.tokens), state, lengths=chunk.lengths)
+        return F.linear(self.norm(hidden), self.embedding.weight), state
+
 
 MODELS: dict[str, Callable[..., LanguageModel]] = {"transformer": Transformer, "LSTM": RecurrentModel}
 
@@ -149,17 +186,12 @@ def build(model: str, library: str, seed: int) -> LanguageModel:
     return MODELS[model](LIBRARIES[library])
 
 
-@torch.no_grad()
-def sample(
-    model: nn.Module, prompt: bytes, length: int, *, context: int, seed: int, temperature: float = 0.8, top_k: int = 20
-) -> str:
-    """Writes on after `prompt`: `length` bytes, each drawn from the `top_k` likeliest at the given temperature."""
+def continued(model: LanguageModel, prompt: bytes, length: int, **options: Any) -> str:
+    """What the model of seqkern's ops writes after `prompt`: `length` bytes; options as `seqkern.generate`."""
     tokens = torch.tensor([list(prompt)])
-    for position in range(length):
-        logits = model(tokens[:, -context:])[:, -1]
-        chosen = seqkern.sample(logits, temperature=temperature, top_k=top_k, seed=seed, position=position)
-        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
-    return bytes(tokens[0, len(prompt) :].tolist()).decode(errors="replace")
+    state = model.start(1, len(prompt) + length)
+    found = seqkern.generate(model.step, state, tokens, max_new_tokens=length, **options)
+    return bytes(found.tokens[0, len(prompt) :].tolist()).decode(errors="replace")
 
 
 if __name__ == "__main__":

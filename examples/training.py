@@ -106,7 +106,7 @@ class Run:
 
 def train(
     model: str, corpus: text.Text, recipe: Recipe, advance: Advance
-) -> tuple[dict[str, Any], dict[str, nn.Module]]:
+) -> tuple[dict[str, Any], dict[str, language_model.LanguageModel]]:
     """Trains `model` with every library in turns: what happened, ready for JSON, and the trained models."""
     runs = {library: Run.start(model, library, recipe) for library in language_model.LIBRARIES}
     first, *others = (run.model.state_dict() for run in runs.values())
@@ -222,7 +222,8 @@ def run_with_progress(model: str, corpus: text.Text, recipe: Recipe, sample_leng
     unseen = bytes(corpus.held_out.tolist())
     start = unseen.find(b"\n\n") + 2 if b"\n\n" in unseen[:1000] else 0
     prompt = unseen[start : start + recipe.context // 2]
-    written = language_model.sample(models["seqkern"], prompt, sample_length, context=recipe.context, seed=recipe.seed)
+    drawn = {"temperature": 0.8, "top_k": 20, "seed": recipe.seed}
+    written = language_model.continued(models["seqkern"], prompt, sample_length, **drawn)
     result["sample"] = {"prompt": prompt.decode(errors="replace"), "continuation": written}
     result["checks"] = checks(result)
     return result

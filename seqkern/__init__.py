@@ -4,6 +4,7 @@ from seqkern import nn, reference
 from seqkern._explain import explain
 from seqkern._library import release_memory, use_backend
 from seqkern._optimize import optimize, restore
+from seqkern.generation import generate
 from seqkern.ops.attention import (
     attention,
     attention_varlen,
@@ -35,6 +36,7 @@ __all__ = [
     "explain",
     "filter_logits",
     "geglu",
+    "generate",
     "gru",
     "gru_cell",
     "layer_norm",

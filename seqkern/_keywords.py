@@ -251,6 +251,17 @@ HINTS: dict[str, dict[str, str]] = {
     "linear_cross_entropy": _LINEAR_CROSS_ENTROPY,
     "sample": _SAMPLE,
     "filter_logits": _FILTERS,
+    "generate": {
+        **_use("prompt", "input_ids", "tokens", "prompts", "inputs"),
+        **_use("prompt_lengths", "lengths", "attention_mask"),
+        **_use("max_new_tokens", "max_length", "max_tokens", "length"),
+        **_use("min_new_tokens", "min_length"),
+        **_use("stop_tokens", "eos_token_id", "eos", "stop", "stop_token_ids"),
+        **_use("pad_token", "pad_token_id", "pad"),
+        **_use("beams", "num_beams", "beam_size", "beam_width") | _use("sequences", "num_return_sequences", "n"),
+        **_use("seed", "generator") | _use("callback", "streamer") | _use("step", "model"),
+        "do_sample": "leave it out: temperature, or any other option of sampling, samples; none of them is greedy",
+    },
     "beam_step": {
         **_use("scores", "beam_scores", "log_probs", "running_scores") | _use("logits", "input", "lprobs"),
         **_use("candidates", "k", "num_candidates", "topk"),

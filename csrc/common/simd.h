@@ -268,6 +268,19 @@ SK_INLINE A max_lanes(Vec<A> v) {
   return reduce_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a > b ? a : b; });
 }
 
+// Whether any lane of a mask is set.
+SK_INLINE bool any(vi32 mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(bit_cast<__m512i>(mask), bit_cast<__m512i>(mask)) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256(bit_cast<__m256i>(mask), bit_cast<__m256i>(mask));
+#else
+  int32_t lanes = 0;
+  for (int lane = 0; lane < W<float>; ++lane) lanes |= mask[lane];
+  return lanes != 0;
+#endif
+}
+
 // Of NaN and a number, returns the second argument, as the instructions do.
 #if defined(__AVX512F__)
 #define SK_MINMAX(name, V, intrinsic512, intrinsic256, op) \

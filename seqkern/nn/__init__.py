@@ -1,6 +1,7 @@
 """Modules: torch.nn's own, with seqkern's kernels. Same constructor, same state_dict, same meaning."""
 
-from seqkern.nn.attention import AttentionCache, MultiheadAttention
+from seqkern.nn.attention import MultiheadAttention
+from seqkern.nn.attention_cache import AttentionCache, AttentionPages
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from seqkern.nn.linear_cross_entropy import LinearCrossEntropy
 from seqkern.nn.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
@@ -20,6 +21,7 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "AttentionCache",
+    "AttentionPages",
     "GRUCell",
     "LSTMCell",
     "LayerNorm",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +12,7 @@ from torch.types import Device
 from torch.utils.checkpoint import checkpoint
 
 from seqkern._keywords import explicit, refuse
+from seqkern.nn.attention_cache import AttentionCache, AttentionPages
 from seqkern.nn.layer_norm import RMSNorm
 from seqkern.nn.rope import RotaryEmbedding
 from seqkern.ops.attention import attention, attention_varlen
@@ -20,21 +20,6 @@ from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
 
 _WEIGHTS = 1 << 22  # elements of the weights of all heads that are held at once on the way to their mean
-
-
-@dataclass
-class AttentionCache:
-    """Keys and values of the tokens so far, for decoding: `MultiheadAttention.make_cache` makes one.
-
-    Attributes:
-        keys: (N, heads of keys, longest, head dimension).
-        values: likewise.
-        lengths: (N,), int64: the tokens of each sequence that are in it. `forward` moves them on.
-    """
-
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -180,13 +165,32 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
 
     def make_cache(
-        self, batch: int, longest: int, device: Device = None, dtype: torch.dtype | None = None
+        self,
+        batch: int,
+        longest: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        pages: AttentionPages | None = None,
     ) -> AttentionCache:
-        """An empty cache for `batch` sequences of at most `longest` tokens; device and dtype are the weights'."""
+        """An empty cache for `batch` sequences of at most `longest` tokens; device and dtype are the weights'.
+
+        pages: an `AttentionPages` for as many, which the layers of a model share.
+        """
         like: Any = self.out_proj.weight
-        shape = (batch, self.num_kv_heads or self.num_heads, longest, self.head_dim)
+        heads = self.num_kv_heads or self.num_heads
+        shape = (batch, heads, longest, self.head_dim)
+        if pages is not None:
+            if pages.table.shape[0] != batch or pages.longest != longest:
+                raise ValueError(
+                    f"{self._name}: pages must be for {batch} sequences of {longest} tokens, got "
+                    f"{pages.table.shape[0]} of {pages.longest}"
+                )
+            shape = (0, heads, pages.page_size, self.head_dim)
         keys, values = (torch.zeros(shape, device=device or like.device, dtype=dtype or like.dtype) for _ in range(2))
-        return AttentionCache(keys, values, torch.zeros(batch, dtype=torch.int64, device=keys.device))
+        cache = AttentionCache(keys, values, torch.zeros(batch, dtype=torch.int64, device=keys.device))
+        if pages is not None:
+            pages.join(cache)
+        return cache
 
     @explicit
     def forward(
@@ -226,7 +230,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 )
             self._refuse("a cache", given)
             window = None if self.window is None else (self.window[0], 0)
-            out = attention_decode(q, cache.keys, cache.values, cache.lengths, key=k, value=v, window=window)
+            table = None
+            if cache.pages is not None:
+                cache.pages.prepare(cache.lengths, k.shape[2])
+                table = cache.pages.table
+            out = attention_decode(
+                q, cache.keys, cache.values, cache.lengths, key=k, value=v, page_table=table, window=window
+            )
             cache.lengths += k.shape[2]
             return self._output(out, batched), None
         visible, added = self._masks(q, k, key_padding_mask, attn_mask)

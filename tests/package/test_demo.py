@@ -342,12 +342,17 @@ def test_both_versions_are_the_same_causal_model(model: str) -> None:
     assert torch.equal(ours(changed)[:, :20], logits[:, :20])
 
 
-def test_greedy_sample_follows_the_likeliest_byte() -> None:
-    class Counter(torch.nn.Module):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.one_hot((tokens + 1) % 256, 256).float()
-
-    assert language_model.sample(Counter(), b"ab", 5, context=4, seed=0, top_k=1) == "cdefg"
+@pytest.mark.parametrize("model", language_model.MODELS)
+@torch.no_grad()
+def test_what_is_written_is_what_the_whole_model_finds_likeliest(model: str) -> None:
+    ours = language_model.build(model, "seqkern", seed=3)
+    tokens = list(b"a prompt")
+    for _ in range(20):
+        tokens.append(int(ours(torch.tensor([tokens]))[0, -1].argmax()))
+    expected = bytes(tokens[len(b"a prompt") :]).decode(errors="replace")
+    assert language_model.continued(ours, b"a prompt", 20) == expected
+    drawn = [language_model.continued(ours, b"a prompt", 20, temperature=0.8, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

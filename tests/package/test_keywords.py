@@ -40,6 +40,7 @@ ARGUMENTS = {
     "sample": (X,),
     "filter_logits": (X,),
     "beam_step": (X, torch.zeros(2, 3)),
+    "generate": (lambda chunk, state: (X[0][chunk.tokens], state), None, torch.zeros(1, 1, dtype=torch.int64)),
     "lstm": (X, None, [torch.ones(16, 4), torch.ones(16, 4)]),
     "gru": (X, None, [torch.ones(12, 4), torch.ones(12, 4)]),
     "rnn_tanh": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),
@@ -49,6 +50,7 @@ ARGUMENTS = {
     "rnn_tanh_cell": (X[0], H[0], torch.ones(4, 4), torch.ones(4, 4)),
     "rnn_relu_cell": (X[0], H[0], torch.ones(4, 4), torch.ones(4, 4)),
 }
+REQUIRED: dict[str, dict[str, int]] = {"generate": {"max_new_tokens": 1}}
 MODULES = {"LayerNorm": (4,), "RMSNorm": (4,), "AddLayerNorm": (4,), "AddRMSNorm": (4,)}
 MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy"), (4, 4))
 
@@ -68,7 +70,7 @@ def call(op, **keywords):
     return (
         getattr(seqkern.nn, name)(*MODULES[name], **keywords)
         if "." in op
-        else function_of(op)(*ARGUMENTS[op], **keywords)
+        else function_of(op)(*ARGUMENTS[op], **REQUIRED.get(op, {}), **keywords)
     )
 
 

@@ -78,6 +78,8 @@ def sampling() -> None:
     assert_type(seqkern.sample(logits, top_p=torch.rand(3), seed=rows, position=rows, return_logprob=True), Pair)
     assert_type(seqkern.sample(logits, order="vllm", return_logprob="raw"), Pair)
     assert_type(seqkern.beam_step(logits[None], torch.zeros(1, 3), candidates=4).tokens, Tensor)
+    found = seqkern.generate(lambda chunk, state: (logits, state), None, rows[:, None], max_new_tokens=2, beams=2)
+    assert_type(found.scores, Tensor | None)
     assert_type(seqkern.filter_logits(logits, min_p=0.1, history=rows[:, None], repetition_penalty=1.2), Tensor)
 
 
@@ -157,6 +159,7 @@ def modules(wanted: bool) -> None:
     own = seqkern.nn.MultiheadAttention(8, 2, window=(3, 0))
     assert_type(own.forward(x, x, x, need_weights=False, is_causal=True), tuple[Tensor, Tensor | None])
     assert_type(own.make_cache(3, 16), seqkern.nn.AttentionCache)
+    assert_type(own.make_cache(3, 16, pages=seqkern.nn.AttentionPages(3, 16)).pages, seqkern.nn.AttentionPages | None)
     layer, other = seqkern.nn.TransformerEncoderLayer(8, 2, 16), seqkern.nn.TransformerDecoderLayer(8, 2, 16)
     assert_type(seqkern.nn.TransformerEncoder(layer, 2).forward(x, is_causal=True), Tensor)
     assert_type(seqkern.nn.TransformerDecoder(other, 2).forward(x, x, tgt_is_causal=True), Tensor)

@@ -1,7 +1,7 @@
 // The largest logits of a row and the log of its sum, on CPU. Compiled once per instruction-set tier.
 //
-// Two passes. The first takes the maximum of each block; the `most`-th largest of those is a bound that `most` logits
-// reach. The second sums the exponentials, and offers what reaches the bound, in blocks whose maximum does, to a heap
+// Two passes. The first takes the maximum of each block, or where blocks are few of each of its lanes; the `most`-th
+// largest of those is a bound that `most` logits reach. The second sums the exponentials, and offers what reaches the bound, in blocks whose maximum does, to a heap
 // of the best so far: a few more than `most` of all tokens, unless many are equal. Nothing the size of the row is
 // written but its copy in float32, which stays in the cache.
 #include "beam_step/beam_step.h"
@@ -92,7 +92,9 @@ BeamFound find_in(const BeamRow& p, const Row& row) {
   const int64_t blocks = block_count(p.classes);
   vi32 bad{};
   float max = -kInfinity;
-  Best bound(row.bound, p.most < blocks ? p.most : blocks);
+  const bool by_lane = blocks < 4 * p.most;
+  const int64_t parts = by_lane ? blocks * W<float> : blocks;
+  Best bound(row.bound, p.most < parts ? p.most : parts);
   for (int64_t block = 0; block < blocks; ++block) {
     vf32 top = broadcast<float>(-kInfinity);
     for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += W<float>) {
@@ -103,12 +105,14 @@ BeamFound find_in(const BeamRow& p, const Row& row) {
     }
     row.maxima[block] = max_lanes<float>(top);
     max = row.maxima[block] > max ? row.maxima[block] : max;
-    bound.offer({row.maxima[block], static_cast<int32_t>(block)});
+    if (by_lane)
+      for (int lane = 0; lane < W<float>; ++lane) bound.offer({top[lane], 0});
+    else
+      bound.offer({row.maxima[block], 0});
   }
-  for (int lane = 0; lane < W<float>; ++lane)
-    if (bad[lane]) return {false, 0, 0};
+  if (any(bad)) return {false, 0, 0};
   if (max == -kInfinity) return {true, 0, 0};
-  const float least = blocks >= p.most ? bound.worst() : -kInfinity;
+  const float least = parts >= p.most ? bound.worst() : -kInfinity;
   Best best(p.candidates, p.most);
   double total = 0;
   for (int64_t block = 0; block < blocks; ++block) {
@@ -117,8 +121,11 @@ BeamFound find_in(const BeamRow& p, const Row& row) {
     for (int64_t i = 0; i < kBlock; i += W<float>) sum += exp_nonpositive<float>(load(z + i) - max);
     total += static_cast<double>(sum_lanes<float>(sum));
     if (row.maxima[block] < least || (best.full() && row.maxima[block] <= best.worst())) continue;
-    for (int64_t i = 0; i < kBlock; ++i)
-      if (z[i] >= least && z[i] > -kInfinity) best.offer({z[i], static_cast<int32_t>(block * kBlock + i)});
+    for (int64_t first = 0; first < kBlock; first += W<float>) {
+      if (!any(load(z + first) >= least)) continue;
+      for (int64_t i = first; i < first + W<float>; ++i)
+        if (z[i] >= least && z[i] > -kInfinity) best.offer({z[i], static_cast<int32_t>(block * kBlock + i)});
+    }
   }
   best.sort();
   return {true, best.count(), static_cast<double>(max) + __builtin_log(total)};
@@ -130,7 +137,7 @@ int64_t pieces(void* memory, int64_t classes, int64_t most, Row* row) {
   Row cut{};
   cut.z = take.take<float>(blocks * kBlock);
   cut.maxima = take.take<float>(blocks);
-  cut.bound = take.take<BeamCandidate>(most < blocks ? most : blocks);
+  cut.bound = take.take<BeamCandidate>(most);
   if (row) *row = cut;
   return take.bytes();
 }

@@ -33,19 +33,6 @@ int64_t whole_blocks(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
 // ---- masks and sums
 // ---------------------------------------------------------------------------------------------------------
 
-// Whether any lane of a mask is set.
-SK_INLINE bool any(vi32 mask) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(bit_cast<__m512i>(mask), bit_cast<__m512i>(mask)) != 0;
-#elif defined(__AVX2__)
-  return !_mm256_testz_si256(bit_cast<__m256i>(mask), bit_cast<__m256i>(mask));
-#else
-  int32_t lanes = 0;
-  for (int lane = 0; lane < W<float>; ++lane) lanes |= mask[lane];
-  return lanes != 0;
-#endif
-}
-
 // Adds a vector's lanes to those of a sum in double.
 typedef float vf32_half __attribute__((vector_size(SK_VEC_BYTES / 2)));
 SK_INLINE void add_wide(vf64 (&sum)[2], vf32 v) {
