@@ -18,7 +18,8 @@ from seqkern import _beam_search
 from seqkern._beam_search import EarlyStopping
 from seqkern._keywords import explicit, refuse
 from seqkern._states import chosen_rows
-from seqkern.ops.sample import Order, sample
+from seqkern.ops.sample import Order, Sampler
+from seqkern.reference.sample import ORDERS
 
 _BETWEEN_CHECKS = 16  # steps on a GPU between two looks at whether all rows are finished: each waits for it
 
@@ -146,6 +147,8 @@ def generate(
     _check_count("min_new_tokens", min_new_tokens, 0)
     stops = _check_stops(stop_tokens, prompt.device)
     _check_count("pad_token", pad_token, -(2**63))
+    if order not in ORDERS:
+        raise ValueError(f'generate: order must be "transformers", "vllm" or "llama.cpp", got {order!r}')
     _beam_search.check("generate", beams, sequences, length_penalty, early_stopping)
     filters: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p,
@@ -162,13 +165,10 @@ def generate(
         options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
         with _bar(progress, max_new_tokens) as advance:
             return _by_beams(loop, beams, sequences, state_dim, reorder, advance, options)
-    if all(value is None for value in filters.values()):
-        filters["temperature"] = 0.0
-    elif seed is None:
-        filters["seed"] = torch.randint(-(2**63), 2**63 - 1, ()).item()  # one for all steps
-    filters = {name: value for name, value in filters.items() if value is not None} | {"order": order}
+    draws = any(value is not None for value in filters.values())
+    wanted = filters if draws else None
     with _bar(progress, max_new_tokens) as advance:
-        return _by_draws(loop, filters, repetition_penalty, return_logprobs, callback, advance)
+        return _by_draws(loop, wanted, order, repetition_penalty, return_logprobs, callback, advance)
 
 
 class _Loop:
@@ -208,45 +208,69 @@ class _Loop:
 
 def _by_draws(
     loop: _Loop,
-    filters: dict[str, Any],
+    filters: dict[str, Any] | None,
+    order: Order,
     penalty: float | Tensor | None,
     return_logprobs: bool,
     callback: Callable[[Tensor], object] | None,
     advance: Callable[[], object],
 ) -> Generated:
-    rows, tokens, lengths = loop.rows, loop.tokens, loop.prompt_lengths.clone()
-    finished = torch.zeros(rows, dtype=torch.bool, device=loop.device)
-    logprobs = torch.zeros((rows, loop.longest), device=loop.device) if return_logprobs else None
-    past: dict[str, Any] = {} if penalty is None else {"repetition_penalty": penalty, "history": tokens}
-    chunk, ones = loop.prompts, torch.ones_like(lengths)
-    between = 1 if loop.device.type == "cpu" else _BETWEEN_CHECKS
-    done = 0
+    """With few small operations a step: each costs 25 us after a large one, which empties the caches."""
+    rows, stops, on_cpu = loop.rows, len(loop.stops) > 0, loop.device.type == "cpu"
+    greedy = filters is None and penalty is None and not return_logprobs  # `sample` would take three times as long
+    options = {"temperature": 0.0, "order": order} if filters is None else filters | {"order": order}
+    past: dict[str, Any] = {} if penalty is None else {"repetition_penalty": penalty, "history": loop.tokens}
+    draw: Sampler | None = None
+    positions = (loop.prompt_lengths + torch.arange(loop.longest, device=loop.device)[:, None]).unbind(0)
+    ones = torch.ones_like(loop.prompt_lengths)
+    finished, ended = torch.zeros(rows, dtype=torch.bool, device=loop.device), 0  # rows, and how many are known to be
+    chunk, chosen, values, before = loop.prompts, [], [], []
     for count in range(loop.longest if rows else 0):
-        logits = loop.logits(chunk, count)
-        if past:
-            past["history_lengths"] = lengths
-        if logprobs is None:
-            token = sample(logits, position=lengths, **filters, **past)
+        logits, position = loop.logits(chunk, count), positions[count]
+        if greedy:
+            value, token = logits.max(-1)
         else:
-            token, logprob = sample(logits, position=lengths, return_logprob=True, **filters, **past)
-            logprobs[:, count] = torch.where(finished, 0, logprob)
-        if len(loop.stops):
-            token = torch.where(finished, loop.pad, token)
-            tokens.scatter_(1, lengths[:, None], token[:, None])
-            lengths = lengths + ~finished
+            if draw is None:
+                draw = Sampler("generate", logits, logprobs=return_logprobs, **options, **past)
+            token, value = draw(logits, position)
+        if stops:
+            before.append(finished)
+            token = torch.where(finished, loop.pad, token) if ended or not on_cpu else token
             finished = finished | loop.stopped(token)
-        else:
-            tokens.scatter_(1, lengths[:, None], token[:, None])
-            lengths = lengths + 1
-        done = count + 1
+            if on_cpu or (count + 1) % _BETWEEN_CHECKS == 0:
+                ended = int(finished.sum())
+        chosen.append(token)
+        values.append(value)
+        if past:
+            loop.tokens.scatter_(1, position[:, None], token[:, None])
         advance()
-        if callback is not None and callback(token) is True:
+        if (callback is not None and callback(token) is True) or ended == rows:
             break
-        if len(loop.stops) and done % between == 0 and bool(finished.all()):
-            break
-        chunk = Chunk(token[:, None], lengths - 1, ones)
-    longest = int(lengths.max()) if rows else tokens.shape[1] - loop.longest
-    return Generated(tokens[:, :longest], lengths, finished, None if logprobs is None else logprobs[:, :done], None)
+        chunk = Chunk(token[:, None], position, ones)
+    if greedy and values:
+        _check_largest(torch.stack(values, 1))
+    lengths = loop.prompt_lengths + len(chosen)
+    if before:
+        lengths = lengths - torch.stack(before).sum(0)
+    if chosen:
+        at = loop.prompt_lengths[:, None] + torch.arange(len(chosen), device=loop.device)
+        loop.tokens.scatter_(1, at, torch.stack(chosen, 1))
+    longest = int(lengths.max()) if rows else loop.tokens.shape[1] - loop.longest
+    logprobs = None
+    if return_logprobs:
+        logprobs = torch.stack(values, 1) if values else torch.zeros((rows, 0), device=loop.device)
+        logprobs = logprobs.masked_fill(torch.stack(before, 1), 0) if before else logprobs
+    return Generated(loop.tokens[:, :longest], lengths, finished, logprobs, None)
+
+
+def _check_largest(top: Tensor) -> None:
+    """Of each row and step the largest logit."""
+    if not bool(top.isfinite().all()):
+        row, count = (~top.isfinite()).nonzero()[0].tolist()
+        raise RuntimeError(
+            f"generate: logits must not be nan, infinite or all minus infinity, but those of row {row} for its "
+            f"new token {count} are"
+        )
 
 
 def _by_beams(

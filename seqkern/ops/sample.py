@@ -135,10 +135,7 @@ def sample(
         typical_p=typical_p, repetition_penalty=repetition_penalty,
     )  # fmt: skip
     draws = (*_integers(op, "seed", _seed(seed), z, shape), *_integers(op, "position", position, z, shape))
-    if backend_for(op, z) == "reference":
-        tokens, logprobs = _sample_by_reference(z, draws, options, order, wanted)
-    else:
-        tokens, logprobs = kernel(op, z)(z, *draws, *options, ORDERS.index(order), LOGPROBS.index(wanted))
+    tokens, logprobs = _drawn(z, draws, options, order, wanted)
     if len(shape) != 1:
         tokens = tokens.reshape(shape)
         logprobs = logprobs.reshape(shape) if wanted else logprobs
@@ -303,6 +300,37 @@ def _history(
     if lengths is None:
         return past, history.shape[-1], None
     return past, *_integers(op, "history_lengths", lengths, z, shape)
+
+
+# ---- draws --------------------------------------------------------------------------------------------------------
+
+
+def _drawn(z: Tensor, draws: tuple[Any, ...], options: list[Any], order: str, wanted: Any) -> tuple[Tensor, Tensor]:
+    if backend_for("sample", z) == "reference":
+        return _sample_by_reference(z, draws, options, order, wanted)
+    tokens, logprobs = kernel("sample", z)(z, *draws, *options, ORDERS.index(order), LOGPROBS.index(wanted))
+    return tokens, logprobs
+
+
+class Sampler:
+    """`sample` again and again, on logits of one shape (B, V), with options that are checked once.
+
+    With a history each row's position is its length, too.
+    """
+
+    def __init__(
+        self, op: str, logits: Tensor, *, order: Order, logprobs: bool, seed: Any = None, history: Tensor | None = None,
+        **numbers: Any,
+    ):  # fmt: skip
+        every = dict.fromkeys(LIMITS) | numbers
+        z, shape, self.options = _arguments(op, logits, history, None, **every)
+        self.seed = _integers(op, "seed", _seed(seed), z, shape)
+        self.order, self.wanted, self.shape = order, "processed" if logprobs else False, logits.shape
+
+    def __call__(self, logits: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities (none unless wanted) of logits (B, V), at positions int64 (B,)."""
+        options = self.options if self.options[-3] is None else [*self.options[:-1], position]
+        return _drawn(logits.detach(), (*self.seed, 0, position), options, self.order, self.wanted)
 
 
 # ---- the equations, row by row ------------------------------------------------------------------------------------

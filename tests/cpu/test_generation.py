@@ -261,6 +261,24 @@ def test_progress(beams, capsys):
     assert f"{7 if beams == 1 else 6}/7" in capsys.readouterr().out
 
 
+def test_log_probabilities_of_the_largest():
+    logits, prompt = table(), prompts()
+    plain = seqkern.generate(follow(logits), None, prompt, max_new_tokens=9, stop_tokens=3)
+    found = seqkern.generate(follow(logits), None, prompt, max_new_tokens=9, stop_tokens=3, return_logprobs=True)
+    assert torch.equal(found.tokens, plain.tokens)
+    assert plain.logprobs is None
+    assert not found.logprobs.any()  # at temperature 0 there is one token
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"repetition_penalty": 1.2}, {"beams": 2}])
+@pytest.mark.parametrize("bad", [math.nan, INFINITY])
+def test_bad_logits_raise(bad, options):
+    logits = torch.eye(VOCABULARY).roll(1, 1) * 9
+    logits[12] = bad
+    with pytest.raises(RuntimeError, match="logits.* must not be nan"):
+        seqkern.generate(follow(logits), None, torch.tensor([[3], [10]]), max_new_tokens=9, seed=None, **options)
+
+
 # ---- beam search --------------------------------------------------------------------------------------------------
 
 STOPS = [6, 37]
@@ -441,6 +459,8 @@ P = torch.zeros(2, 3, dtype=torch.int64)
         (ValueError, {"stop_tokens": [3, -1]}, "stop_tokens must be at least 0, got -1"),
         (TypeError, {"stop_tokens": "ab"}, "stop_tokens must be a whole number, got 'a'"),
         (TypeError, {"pad_token": None}, "pad_token must be a whole number, got None"),
+        (ValueError, {"order": "best"}, 'order must be "transformers", "vllm" or "llama.cpp", got \'best\''),
+        (ValueError, {"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
         (ValueError, {"beams": 0}, "beams must be at least 1, got 0"),
         (TypeError, {"beams": 2.0}, "beams must be a whole number, got 2.0"),
         (ValueError, {"sequences": 2}, "sequences must be at least 1 and at most beams, 1, got 2"),
