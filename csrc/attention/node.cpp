@@ -1,7 +1,11 @@
-// The fast path of dense attention without mask, slopes, sinks or dropout.
+// The fast path of dense attention without mask, slopes, sinks or dropout, and of a step of decoding.
 #include "node.h"
 
+#include <ATen/EmptyTensor.h>
+
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "ops.h"
 
@@ -80,6 +84,80 @@ PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
 }
 
 SK_FRONT(attention, 9, attention)
+
+// ---- decoding -------------------------------------------------------------------------------------------------------
+
+bool same_memory(const NativeTensor& a, const NativeTensor& b) {
+  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+// Writes the new rows of every sequence and head where its cache ends.
+void append(const NativeTensor& rows, const NativeTensor& cache, const int64_t* lengths) {
+  const int64_t heads = rows.size(1), count = rows.size(2), room = cache.size(2);
+  const int64_t bytes = rows.size(3) * static_cast<int64_t>(rows.element_size());
+  const char* const from = static_cast<const char*>(rows.const_data_ptr());
+  char* const to = static_cast<char*>(cache.mutable_data_ptr());
+  const int64_t size = static_cast<int64_t>(rows.element_size());
+  for (int64_t b = 0; b < rows.size(0); ++b)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < count; ++i)
+        std::memcpy(to + ((b * heads + h) * room + lengths[b] + i) * bytes,
+                    from + (b * rows.stride(0) + h * rows.stride(1) + i * rows.stride(2)) * size, bytes);
+  if (!cache.is_inference()) cache.unsafeGetTensorImpl()->bump_version();
+}
+
+// (query, key cache, value cache, lengths, key, value, window, scale) -> output.
+PyObject* attention_decode(PyObject* const* arguments, Py_ssize_t) {
+  const NativeTensor* found[5];
+  constexpr int kTensors[5] = {0, 1, 2, 4, 5};
+  for (int n = 0; n < 5; ++n) {
+    found[n] = read(arguments[kTensors[n]]);
+    if (!found[n] || found[n]->dim() != 4 || found[n]->scalar_type() != found[0]->scalar_type()) return nullptr;
+  }
+  const NativeTensor &query = *found[0], &keys = *found[1], &values = *found[2], &key = *found[3], &value = *found[4];
+  if (!THPVariable_CheckExact(arguments[3])) return nullptr;
+  const NativeTensor& lengths = THPVariable_Unpack(arguments[3]);
+  const int64_t batch = query.size(0), heads = keys.size(1), room = keys.size(2), count = key.size(2);
+  if (!usual(lengths) || lengths.scalar_type() != at::kLong || lengths.dim() != 1 || lengths.size(0) != batch ||
+      !lengths.is_contiguous())
+    return nullptr;
+  if (!keys.is_contiguous() || !values.is_contiguous() || key.stride(3) != 1 || value.stride(3) != 1) return nullptr;
+  const auto fits = [&](const NativeTensor& t, int64_t rows, int64_t dim) {
+    return t.size(0) == batch && t.size(1) == heads && t.size(2) == rows && t.size(3) == dim;
+  };
+  if (query.size(1) % heads != 0 || !fits(keys, room, query.size(3)) || !fits(values, room, value.size(3)) ||
+      !fits(key, count, query.size(3)) || !fits(value, count, value.size(3)))
+    return nullptr;
+  for (const NativeTensor* t : {&query, &key, &value})
+    if (same_memory(*t, keys) || same_memory(*t, values)) return nullptr;
+  if (wanted({&query, &keys, &values, &key, &value})) return nullptr;
+  int64_t left = -1, right = 0;
+  PyObject* window = arguments[6];
+  if (window != Py_None) {
+    if (!PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2) return nullptr;
+    if (!read_side(PyTuple_GET_ITEM(window, 0), left) || !read_integer(PyTuple_GET_ITEM(window, 1), right) ||
+        right != 0)
+      return nullptr;
+  }
+  double scale = 1 / std::sqrt(static_cast<double>(query.size(3)));
+  if (arguments[7] != Py_None && !(read_number(arguments[7], scale) && std::abs(scale) <= 3.4e38)) return nullptr;
+
+  const int64_t* const begins = lengths.const_data_ptr<int64_t>();
+  if (!std::all_of(begins, begins + batch, [&](int64_t n) { return 0 <= n && n <= room - count; })) return nullptr;
+  NativeTensor out;
+  {
+    const WithoutPython free;
+    const NativeTensor ends = at::detail::empty_cpu({batch}, at::kLong);
+    std::transform(begins, begins + batch, ends.mutable_data_ptr<int64_t>(), [&](int64_t n) { return n + count; });
+    append(key, keys, begins);
+    append(value, values, begins);
+    out = native(std::get<0>(forward(stable(query), stable(keys), stable(values), none, none, none, maybe(ends), none,
+                                     none, none, query.size(2), room, 0, true, left, 0, scale, 0.0, 0.0)));
+  }
+  return wrap(out);
+}
+
+SK_FRONT(attention_decode, 8, attention_decode)
 
 }  // namespace
 }  // namespace seqkern::direct

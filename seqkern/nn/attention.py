@@ -221,8 +221,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(side) for t in (query, key, value))
             if key_padding_mask is not None and key_padding_mask.dim() == 1:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
-        q, k, v = self._heads(*self._project(query, key, value))
-        q, k = self._turn(q, k, positions, cache)
+        if query is key and key is value and self._qkv_same_embed_dim:
+            q, k, v = self._self_heads(query)
+        else:
+            q, k, v = self._heads(*self._project(query, key, value))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None or positions is not None:
+            q, k = self._turn(q, k, positions, cache)
         if cache is not None:
             if need_weights or self.bias_k is not None or self.add_zero_attn:
                 raise NotImplementedError(
@@ -301,9 +307,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return tuple(map(linear, (query, key, value), weights, biases))
         weight = self.in_proj_weight
         rows = (weight.shape[0] - self.embed_dim) // 2
-        sizes = [self.embed_dim, rows, rows]
-        if key is value and query is key:
-            return linear(query, weight, bias).split(sizes, -1)
         w_q, w_kv = weight.split([self.embed_dim, 2 * rows])
         b_q, b_kv = (None, None) if bias is None else bias.split([self.embed_dim, 2 * rows])
         if key is value:
@@ -315,10 +318,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _heads(self, *projected: Tensor) -> tuple[Tensor, ...]:
         """(N, heads, length, head_dim), views of what the products wrote."""
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
-        q, k, v = (t.unflatten(-1, (t.shape[-1] // self.head_dim, self.head_dim)).permute(order) for t in projected)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return tuple(t.unflatten(-1, (t.shape[-1] // self.head_dim, self.head_dim)).permute(order) for t in projected)
+
+    def _self_heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """As `_heads`, where query, key and value are one: in half the operations."""
+        both = linear(x, self.in_proj_weight, self.in_proj_bias)
+        heads = self.num_kv_heads or self.num_heads
+        every = both.view(*both.shape[:2], self.num_heads + 2 * heads, self.head_dim)
+        every = every.transpose(1, 2) if self.batch_first else every.permute(1, 2, 0, 3)
+        return every.split((self.num_heads, heads, heads), 1)
 
     def _turn(
         self, q: Tensor, k: Tensor, positions: Tensor | None, cache: AttentionCache | None
@@ -343,7 +351,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _output(self, out: Tensor, batched: bool) -> Tensor:
         """The heads side by side, in the layout of the query, through the last product."""
-        out = out.permute((0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)).flatten(2)
+        out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
+        out = out.flatten(2)
         out = linear(out, self.out_proj.weight, self.out_proj.bias)
         return out if batched else out.squeeze(0 if self.batch_first else 1)
 

@@ -28,13 +28,21 @@ class AttentionCache:
     def reorder(self, rows: Tensor) -> None:
         """Makes these sequences, int64 (M,), of those that are there, the sequences: any number, in any order.
 
-        Without pages keys and values are copied. Caches with the same pages must all be reordered, by the same rows.
+        Without pages what changes place is copied, in place where as many sequences stay. Caches with the same pages
+        must all be reordered, by the same rows.
         """
-        self.lengths = self.lengths.index_select(0, rows)
-        if self.pages is None:
+        before, self.lengths = self.lengths, self.lengths.index_select(0, rows)
+        if self.pages is not None:
+            if self.pages.caches[0] is self:  # once for all of them
+                self.pages.reorder(rows)
+        elif len(rows) != len(before) or rows.device.type != "cpu" or not len(rows):
             self.keys, self.values = (t.index_select(0, rows) for t in (self.keys, self.values))
-        elif self.pages.caches[0] is self:  # once for all of them
-            self.pages.reorder(rows)
+        else:
+            moved = (rows != torch.arange(len(rows))).nonzero()[:, 0]
+            longest = int(before.max())
+            for t in (self.keys, self.values):
+                used = t[:, :, :longest]
+                used.index_copy_(0, moved, used.index_select(0, rows[moved]))
 
 
 class AttentionPages:

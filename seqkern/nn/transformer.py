@@ -48,7 +48,13 @@ class _Layer(torch.nn.Module):
         return total, norm(total)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return self.linear2(self._drop(self.dropout, self.activation(self.linear1(x))))
+
+    @staticmethod
+    def _drop(drop: Any, x: Tensor) -> Tensor:
+        """drop(x), without the call of a module that does nothing."""
+        idle = type(drop) is torch.nn.Dropout and not (drop.training and drop.p) and not _watched(drop)
+        return x if idle else drop(x)
 
 
 def _watched(module: torch.nn.Module) -> bool:
@@ -168,7 +174,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         attended = self.self_attn(x, x, x, need_weights=False, **options)[0]
         if self.norm_first:
             x, normal = self._add_norm(src, attended, self.dropout1, self.norm2)
-            return x + self.dropout2(self._feed_forward(normal))
+            return x + self._drop(self.dropout2, self._feed_forward(normal))
         _, x = self._add_norm(src, attended, self.dropout1, self.norm1)
         return self._add_norm(x, self._feed_forward(x), self.dropout2, self.norm2)[1]
 
@@ -264,7 +270,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
             x, normal = self._add_norm(tgt, attended, self.dropout1, self.norm2)
             attended = self.multihead_attn(normal, memory, memory, need_weights=False, **other)[0]
             x, normal = self._add_norm(x, attended, self.dropout2, self.norm3)
-            return x + self.dropout3(self._feed_forward(normal))
+            return x + self._drop(self.dropout3, self._feed_forward(normal))
         _, x = self._add_norm(tgt, attended, self.dropout1, self.norm1)
         attended = self.multihead_attn(x, memory, memory, need_weights=False, **other)[0]
         _, x = self._add_norm(x, attended, self.dropout2, self.norm2)

@@ -7,8 +7,9 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from seqkern import _attention_cuda
+from seqkern import _attention_cuda, _direct
 from seqkern._arguments import AttentionNumbers, AttentionTensors
+from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for
 from seqkern._limits import MOST_DECODE_QUERIES, MOST_HEAD_DIM
@@ -120,6 +121,13 @@ def attention_decode(
         return record(attention_decode, locals())
     if unexpected:
         refuse(attention_decode, unexpected)
+    plain = page_table is None and alibi_slopes is None and softcap is None and sinks is None and not return_lse
+    if plain and fast():
+        found: Tensor | None = _direct.attention_decode(
+            query, key_cache, value_cache, cache_lengths, key, value, window, scale
+        )
+        if found is not None:
+            return found
     op = "attention_decode"
     check_tensors(op, query, least=4, most=4)
     if (key is None) != (value is None):

@@ -664,3 +664,77 @@ def test_small_calls_are_measured(tmp_path, capsys):
         call[mode][key] > 0 for call in calls for mode in ("inference", "training") for key in ("ours_us", "ratio")
     )
     assert f"| {calls[0]['op']} | " in pages._small_calls(file)
+
+
+# ---- a step of decoding -------------------------------------------------------------------------------------------
+
+
+def decoding(batch=3, heads=4, kv_heads=2, count=2, room=9, dim=5, dtype=torch.float32):
+    caches = [torch.randn(batch, kv_heads, room, dim).to(dtype) for _ in range(2)]
+    query = torch.randn(batch, heads, count, dim).to(dtype)
+    key, value = torch.randn(batch, count, 2 * kv_heads, dim).to(dtype).transpose(1, 2).split(kv_heads, 1)
+    return query, *caches, torch.tensor([0, 7, 3])[:batch], key, value
+
+
+def decoded(call, window=None, scale=None):
+    query, keys, values, lengths, key, value = call
+    keys, values = keys.clone(), values.clone()
+    out = seqkern.attention_decode(query, keys, values, lengths, key=key, value=value, window=window, scale=scale)
+    return out, keys, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"window": (2, 0)}, {"window": (None, 0)}, {"scale": 0.3}])
+def test_decoding_is_the_ops(dtype, options, monkeypatch):
+    call = decoding(dtype=dtype)
+    found = _direct.attention_decode(
+        call[0], call[1].clone(), call[2].clone(), *call[3:], options.get("window"), options.get("scale")
+    )
+    fast = decoded(call, **options)
+    monkeypatch.setattr(_direct, "enabled", False)
+    slow = decoded(call, **options)
+    assert torch.equal(found, slow[0])
+    assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True))
+
+
+def test_decoding_leaves_other_calls_to_the_dispatcher():
+    query, keys, values, lengths, key, value = decoding()
+    plain = {"query": query, "keys": keys, "values": values, "lengths": lengths, "key": key, "value": value,
+             "window": None, "scale": None}  # fmt: skip
+    whole = torch.randn(3, 2, 9, 5)
+    others = {
+        "without room": {"lengths": torch.tensor([0, 8, 3])},
+        "negative": {"lengths": torch.tensor([0, -1, 3])},
+        "int32": {"lengths": lengths.int()},
+        "of another batch": {"lengths": torch.tensor([1, 2])},
+        "no new ones": {"key": None, "value": None},
+        "a key of the cache": {"keys": whole, "key": whole[:, :, :2]},
+        "a query of the cache": {"values": whole, "query": whole[:, :, :2].expand(3, 2, 2, 5)},
+        "rows apart": {"key": torch.randn(3, 2, 2, 10)[..., ::2]},
+        "a cache in another layout": {"keys": keys.transpose(0, 1).contiguous().transpose(0, 1)},
+        "a cache of another type": {"values": values.double()},
+        "heads that do not fit": {"query": query[:, :3]},
+        "other features": {"key": torch.randn(3, 2, 2, 4)},
+        "a gradient": {"query": query.clone().requires_grad_()},
+        "to the right": {"window": (2, 1)},
+        "a scale of nan": {"scale": float("nan")},
+    }  # fmt: skip
+    before = keys.clone(), values.clone()
+    for name, other in others.items():
+        assert _direct.attention_decode(*(plain | other).values()) is None, name
+    assert torch.equal(keys, before[0])
+    assert torch.equal(values, before[1])
+    assert _direct.attention_decode(*plain.values()) is not None
+
+
+def test_decoding_tells_autograd_that_a_cache_was_written():
+    query, keys, values, lengths, key, value = decoding()
+    w = torch.randn_like(keys, requires_grad=True)
+    product = (w * keys).sum()
+    with torch.no_grad():
+        assert _direct.attention_decode(query, keys, values, lengths, key, value, None, None) is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        own = [t.clone() for t in (query, keys, values, lengths, key, value)]
+        assert _direct.attention_decode(*own, None, None) is not None
