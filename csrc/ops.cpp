@@ -57,6 +57,10 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "float repetition_penalty, Tensor? repetition_penalties, Tensor? history, int history_length, "
       "Tensor? history_lengths, int order) -> Tensor");
 
+  // ffn: csrc/ffn, kernels/ffn.py, seqkern/ops/ffn.py: the activation between the products
+  m.def("ffn_fwd(Tensor z, int activation, bool gated) -> Tensor output");
+  m.def("ffn_bwd(Tensor grad_output, Tensor z, int activation, bool gated) -> (Tensor grad_z, Tensor output)");
+
   // beam_step: csrc/beam_step, kernels/beam_step.py, seqkern/ops/beam_step.py
   m.def("beam_step(Tensor logits, Tensor scores, int candidates) -> (Tensor scores, Tensor beams, Tensor tokens)");
 

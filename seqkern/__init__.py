@@ -15,6 +15,7 @@ from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.beam_step import beam_step
 from seqkern.ops.cross_entropy import cross_entropy
+from seqkern.ops.ffn import ffn
 from seqkern.ops.glu import geglu, swiglu
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.linear_cross_entropy import linear_cross_entropy
@@ -34,6 +35,7 @@ __all__ = [
     "beam_step",
     "cross_entropy",
     "explain",
+    "ffn",
     "filter_logits",
     "geglu",
     "generate",

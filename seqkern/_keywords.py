@@ -134,6 +134,12 @@ _GLU = {
     **_use("gate", "x", "input", "w1") | _use("up", "y", "linear", "value"),
     **_use("gate and up, the halves: x.chunk(2, -1)", "gate_up", "xy"),
 }
+_FFN = {
+    **_use("x", "input", "hidden_states") | _use("activation", "act", "approximate") | _use("recompute", "checkpoint"),
+    **_use("w1, the gate's rows first", "w_gate", "w3", "gate_up") | _use("w1", "weight", "weight1"),
+    **_use("w2", "weight2", "w_down"),
+    "dropout": "leave it out: drop the result with torch.nn.functional.dropout",
+}
 _STATE = _use("hx", "h0", "h_0", "h", "hidden", "initial_state", "h_prev")
 _LENGTHS = _use(
     "lengths", "sequence_lengths", "sequence_length", "seq_lengths", "seq_lens", "input_lengths", "batch_sizes"
@@ -245,6 +251,12 @@ HINTS: dict[str, dict[str, str]] = {
     "add_rms_norm": _NORM | _ADD | _RMS,
     "swiglu": _GLU,
     "geglu": _GLU,
+    "ffn": _FFN,
+    "FeedForward.__init__": {
+        **_use("d_model", "dim", "embed_dim", "hidden_size") | _use("recompute", "checkpoint"),
+        **_use("dim_feedforward", "hidden_dim", "intermediate_size", "width") | _use("activation", "act", "hidden_act"),
+        "dropout": "leave it out: drop x, or the result, with torch.nn.Dropout",
+    },
     "rope": _ROPE,
     "rope_tables": _TABLES,
     "cross_entropy": _CROSS_ENTROPY,

@@ -36,6 +36,7 @@ ALL = (
         cuda_ops=("layer_norm_fwd", "layer_norm_bwd"),
     ),
     Slice(name="glu", ops=("glu_fwd", "glu_bwd"), functions=("swiglu", "geglu")),
+    Slice(name="ffn", ops=("ffn_fwd", "ffn_bwd"), functions=("ffn",)),
     Slice(name="rope", ops=("rope", "rope_tables"), functions=("rope",)),
     Slice(
         name="cross_entropy",

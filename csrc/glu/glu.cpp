@@ -9,10 +9,10 @@
 namespace seqkern {
 namespace {
 
-GluActivation activation_of(int64_t activation, const char* op) {
+Activation activation_of(int64_t activation, const char* op) {
   SK_CHECK(0 <= activation && activation <= 2, op, ": activation must be 0 (silu), 1 (gelu) or 2 (gelu by tanh), got ",
            activation);
-  return static_cast<GluActivation>(activation);
+  return static_cast<Activation>(activation);
 }
 
 Tensor glu_fwd(const Tensor& gate, const Tensor& up, int64_t activation) {

@@ -3,19 +3,17 @@
 
 #include <cstdint>
 
+#include "activation.h"
 #include "cpu_isa.h"
 #include "dtype.h"
 
 namespace seqkern {
 
-// The gate's activation. gelu_tanh approximates gelu by tanh.
-enum class GluActivation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
-
 // Element i is in row i / columns, column i % columns. Rows are contiguous, with any row stride; outputs are
 // contiguous.
 struct GluForward {
   Dtype dtype;
-  GluActivation activation;
+  Activation activation;
   int64_t columns;
   const void* gate;
   int64_t gate_stride;
@@ -26,7 +24,7 @@ struct GluForward {
 
 struct GluBackward {
   Dtype dtype;
-  GluActivation activation;
+  Activation activation;
   int64_t columns;
   const void* grad_output;
   int64_t grad_output_stride;

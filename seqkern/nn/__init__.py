@@ -2,6 +2,7 @@
 
 from seqkern.nn.attention import MultiheadAttention
 from seqkern.nn.attention_cache import AttentionCache, AttentionPages
+from seqkern.nn.ffn import FeedForward
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from seqkern.nn.linear_cross_entropy import LinearCrossEntropy
 from seqkern.nn.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
@@ -22,6 +23,7 @@ __all__ = [
     "AddRMSNorm",
     "AttentionCache",
     "AttentionPages",
+    "FeedForward",
     "GRUCell",
     "LSTMCell",
     "LayerNorm",

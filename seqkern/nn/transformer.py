@@ -7,16 +7,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu
+from torch.nn.functional import gelu, relu, silu
 from torch.types import Device
 
 from seqkern._keywords import explicit, refuse
 from seqkern.nn.attention import AttentionCache, MultiheadAttention
 from seqkern.nn.layer_norm import LayerNorm
 from seqkern.nn.rope import RotaryEmbedding
+from seqkern.ops.ffn import ffn
 from seqkern.ops.layer_norm import add_layer_norm
 
 Activation = str | Callable[[Tensor], Tensor]
+# Of the activations that a layer may have, those of `ffn`.
+_NAMES: dict[Any, Any] = {relu: "relu", gelu: "gelu", silu: "silu"}
 
 
 class _Layer(torch.nn.Module):
@@ -48,19 +51,25 @@ class _Layer(torch.nn.Module):
         return total, norm(total)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self._drop(self.dropout, self.activation(self.linear1(x))))
+        name, one, two = _NAMES.get(self.activation), self.linear1, self.linear2
+        if name and _idle(self.dropout) and all(type(m) is torch.nn.Linear and not _watched(m) for m in (one, two)):
+            return ffn(x, one.weight, one.bias, two.weight, two.bias, name)
+        return two(self._drop(self.dropout, self.activation(one(x))))
 
     @staticmethod
     def _drop(drop: Any, x: Tensor) -> Tensor:
         """drop(x), without the call of a module that does nothing."""
-        idle = type(drop) is torch.nn.Dropout and not (drop.training and drop.p) and not _watched(drop)
-        return x if idle else drop(x)
+        return x if _idle(drop) else drop(x)
 
 
 def _watched(module: torch.nn.Module) -> bool:
     """Whether somebody waits for this module to be called."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in hooks)
+
+
+def _idle(drop: Any) -> bool:
+    return type(drop) is torch.nn.Dropout and not (drop.training and drop.p) and not _watched(drop)
 
 
 def _adopt(layer: torch.nn.Module, factory: Any, **options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.beam_step import beam_step
 from seqkern.reference.cross_entropy import cross_entropy_rows, reduced, softcapped
 from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep_mask
+from seqkern.reference.ffn import ffn
 from seqkern.reference.glu import glu
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
 from seqkern.reference.linear_cross_entropy import logits
@@ -27,6 +28,7 @@ __all__ = [
     "drawn",
     "dropout",
     "dropout_words",
+    "ffn",
     "glu",
     "gru_cell",
     "gru_step",

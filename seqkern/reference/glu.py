@@ -12,16 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SILU, GELU, GELU_TANH = range(3)
+SILU, GELU, GELU_TANH, RELU = range(4)
 
 
 def glu(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """activation(gate) * up."""
-    x = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return (activated(gate.to(torch.promote_types(gate.dtype, torch.float32)), activation) * up).to(gate.dtype)
+
+
+def activated(x: Tensor, activation: int) -> Tensor:
+    if activation == RELU:
+        return torch.relu(x)
     if activation == SILU:
         factor = F.logsigmoid(x).exp()  # the sigmoid, in a form whose derivative does not cancel
     elif activation == GELU:
         factor = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
     else:
         factor = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    return (x * factor * up).to(gate.dtype)
+    return x * factor

@@ -101,6 +101,7 @@ CALLS = {
     "rms_norm": (lambda f, x: f(x, (4,)), Q),
     "swiglu": (lambda f, x: f(x, x), Q),
     "geglu": (lambda f, x: f(x, x, "tanh"), Q),
+    "ffn": (lambda f, x: f(x, W, BIAS, W.t(), None, "silu"), Q),
     "rope": (lambda f, x: f(x, x, 5, theta=100.0), Q),
     "rope_tables": (lambda f, x: f(x, 4, scaling=0.5), STARTS),
     "cross_entropy": (lambda f, x: f(x, STARTS % 4, softcap=3.0), BIAS[:12].view(3, 4)),

@@ -33,6 +33,7 @@ ARGUMENTS = {
     "add_rms_norm": (X, X, (4,)),
     "swiglu": (X, X),
     "geglu": (X, X),
+    "ffn": (X, torch.ones(5, 4), None, torch.ones(4, 5), None),
     "rope": (X[None], X[None]),
     "rope_tables": (STARTS, 4),
     "cross_entropy": (X, torch.zeros(2, 3, dtype=torch.int64)),
@@ -52,7 +53,7 @@ ARGUMENTS = {
 }
 REQUIRED: dict[str, dict[str, int]] = {"generate": {"max_new_tokens": 1}}
 MODULES = {"LayerNorm": (4,), "RMSNorm": (4,), "AddLayerNorm": (4,), "AddRMSNorm": (4,)}
-MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy"), (4, 4))
+MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy", "FeedForward"), (4, 4))
 
 
 def function_of(op):

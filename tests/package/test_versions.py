@@ -41,6 +41,7 @@ KNOWN = {
     "torch.no_grad",
     "torch.randint",
     "torch.tensor",
+    "torch.autocast",
     "torch.broadcast_shapes",
     "torch.compiler.disable",
     "torch.compiler.is_compiling",

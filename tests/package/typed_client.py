@@ -62,6 +62,12 @@ def gated() -> None:
     assert_type(seqkern.nn.RotaryEmbedding(8).forward(gate[None]), tuple[Tensor, Tensor | None])
 
 
+def blocks() -> None:
+    x, w1, w2 = torch.randn(3, 8), torch.randn(32, 8), torch.randn(8, 16)
+    assert_type(seqkern.ffn(x, w1, torch.zeros(32), w2, None, "swiglu", recompute=True), Tensor)
+    assert_type(seqkern.nn.FeedForward(8, 16, "relu").forward(x), Tensor)
+
+
 def losses() -> None:
     hidden, weight, target = torch.randn(3, 8), torch.randn(5, 8), torch.zeros(3, dtype=torch.int64)
     assert_type(seqkern.cross_entropy(weight, torch.zeros(5, dtype=torch.int64), label_smoothing=0.1), Tensor)

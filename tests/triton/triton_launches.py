@@ -27,6 +27,7 @@ from triton_driver import DEVICES, compile_only
 import seqkern
 from seqkern import testing
 from seqkern._slices import SLICES
+from seqkern.ops.ffn import ACTIVATIONS
 from seqkern.testing import rnn_calls as layers
 from seqkern.testing.attention_calls import CASES, OpCase, sample
 from seqkern.testing.attention_calls import call as call_attention
@@ -160,6 +161,14 @@ def drawn(logits: torch.Tensor, options: dict[str, Any]) -> None:
     seqkern.filter_logits(logits, **options)
 
 
+def ffn_calls(quick: bool) -> Iterator[Call]:
+    for activation in ["geglu"] if quick else ACTIVATIONS:
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for width in [130] if quick else [1, 130, 2100]:
+                case = testing.ffn_case(activation, width=width, recompute=width == 1)
+                yield f"ffn {activation} {width} {dtype}", partial(through_autograd, case, dtype)
+
+
 def beam_calls(quick: bool) -> Iterator[Call]:
     for dtype in [torch.bfloat16] if quick else DTYPES:
         for classes in [50] if quick else [1, 50, 8200]:
@@ -204,6 +213,7 @@ PARTS = {
     "attention": attention_calls,
     "layer_norm": norm_calls,
     "glu": glu_calls,
+    "ffn": ffn_calls,
     "rope": rope_calls,
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,
