@@ -36,8 +36,8 @@ def test_ffn(benchmark, plain, rows, depth, kept, dtype, mode, device):
     shapes = [(rows, depth), (inner, depth), (inner,), (depth, width), (depth,)]
     inputs = [(torch.randn(shape, device=device) / shape[-1] ** 0.5).to(dtype) for shape in shapes]
 
-    def ours(*given: Tensor) -> Tensor:
-        return seqkern.ffn(*given, activation, recompute=kept == "recomputed")
+    def ours(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return seqkern.ffn(x, w1, b1, w2, b2, activation, recompute=kept == "recomputed")
 
     make = forward_only if mode == "forward" else forward_backward
     work, back = (cost(rows, depth, inner, depth, dtype, backward=b) for b in (False, True))

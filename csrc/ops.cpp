@@ -61,6 +61,17 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
   m.def("ffn_fwd(Tensor z, int activation, bool gated) -> Tensor output");
   m.def("ffn_bwd(Tensor grad_output, Tensor z, int activation, bool gated) -> (Tensor grad_z, Tensor output)");
 
+  // embedding: csrc/embedding, kernels/embedding.py, seqkern/ops/embedding.py
+  m.def(
+      "embedding_fwd(Tensor ids, Tensor weight, Tensor? table, Tensor? places, SymInt start, SymInt period, "
+      "float scale, bool normed, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor? seed, float dropout_p) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "embedding_bwd(Tensor grad_output, Tensor ids, Tensor weight, Tensor? table, Tensor? places, SymInt start, "
+      "SymInt period, float scale, bool normed, Tensor? norm_weight, Tensor? mean, Tensor? rstd, Tensor? seed, "
+      "float dropout_p, int padding_idx, bool need_weight, bool sparse, bool need_table, bool need_norm) "
+      "-> (Tensor grad_weight, Tensor rows, Tensor grad_table, Tensor grad_norm_weight, Tensor grad_norm_bias)");
+
   // beam_step: csrc/beam_step, kernels/beam_step.py, seqkern/ops/beam_step.py
   m.def("beam_step(Tensor logits, Tensor scores, int candidates) -> (Tensor scores, Tensor beams, Tensor tokens)");
 

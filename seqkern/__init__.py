@@ -15,6 +15,7 @@ from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.beam_step import beam_step
 from seqkern.ops.cross_entropy import cross_entropy
+from seqkern.ops.embedding import embedding
 from seqkern.ops.ffn import ffn
 from seqkern.ops.glu import geglu, swiglu
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -34,6 +35,7 @@ __all__ = [
     "attention_weights",
     "beam_step",
     "cross_entropy",
+    "embedding",
     "explain",
     "ffn",
     "filter_logits",

@@ -251,6 +251,14 @@ HINTS: dict[str, dict[str, str]] = {
     "add_rms_norm": _NORM | _ADD | _RMS,
     "swiglu": _GLU,
     "geglu": _GLU,
+    "embedding": {
+        **_use("ids", "input", "input_ids", "indices", "tokens") | _use("weight", "table", "num_embeddings"),
+        **_use("positions", "position_embeddings", "pos_weight", "pos_emb"),
+        **_use("offset", "position_ids", "past_length") | _use("norm", "norm_weight", "layer_norm"),
+        **_use("dropout_p", "p", "dropout", "dropout_prob"),
+        **dict.fromkeys(("max_norm", "norm_type"), "leave it out: renormalise weight before the call"),
+        "scale_grad_by_freq": "leave it out: divide the gradient's rows by their counts",
+    },
     "ffn": _FFN,
     "FeedForward.__init__": {
         **_use("d_model", "dim", "embed_dim", "hidden_size") | _use("recompute", "checkpoint"),

@@ -7,6 +7,7 @@ from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.beam_step import beam_step
 from seqkern.reference.cross_entropy import cross_entropy_rows, reduced, softcapped
 from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep_mask
+from seqkern.reference.embedding import embedding, sinusoids
 from seqkern.reference.ffn import ffn
 from seqkern.reference.glu import glu
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
@@ -28,6 +29,7 @@ __all__ = [
     "drawn",
     "dropout",
     "dropout_words",
+    "embedding",
     "ffn",
     "glu",
     "gru_cell",
@@ -42,6 +44,7 @@ __all__ = [
     "rnn_step",
     "rope",
     "rope_tables",
+    "sinusoids",
     "softcapped",
     "uniform",
 ]

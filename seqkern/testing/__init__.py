@@ -37,6 +37,7 @@ from seqkern.testing._checks import Case, ErrorReport, assert_passed, check_case
 from seqkern.testing.attention import attention_case, attention_decode_case
 from seqkern.testing.beam_step import beam_step_case
 from seqkern.testing.cross_entropy import cross_entropy_case
+from seqkern.testing.embedding import embedding_case
 from seqkern.testing.ffn import ffn_case
 from seqkern.testing.glu import glu_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
@@ -48,8 +49,9 @@ from seqkern.testing.sample import filter_logits_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "assert_passed", "attention_case", "attention_decode_case",
-    "beam_step_case", "check_case", "compare", "cross_entropy_case", "ffn_case", "filter_logits_case", "glu_case",
-    "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run", "verify",
+    "beam_step_case", "check_case", "compare", "cross_entropy_case", "embedding_case", "ffn_case",
+    "filter_logits_case", "glu_case", "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case",
+    "rnn_cell_case", "rope_case", "run", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -64,6 +66,7 @@ CASES: dict[str, Case] = {
     "geglu": glu_case("geglu"),
     "ffn": ffn_case(),
     "ffn_gated": ffn_case("swiglu", bias=False, recompute=True),
+    "embedding": embedding_case(),
     "rope": rope_case(),
     "cross_entropy": cross_entropy_case(),
     "cross_entropy_options": cross_entropy_case(
@@ -95,10 +98,10 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
-            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_gated", "rope"; "cross_entropy" or
-            "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no gradients);
-            "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended, "lstm_options" or
-            "gru_options".
+            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_gated", "embedding", "rope";
+            "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
+            gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,
+            "lstm_options" or "gru_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.

@@ -101,6 +101,7 @@ CALLS = {
     "rms_norm": (lambda f, x: f(x, (4,)), Q),
     "swiglu": (lambda f, x: f(x, x), Q),
     "geglu": (lambda f, x: f(x, x, "tanh"), Q),
+    "embedding": (lambda f, x: f(x, W, offset=2, positions="sinusoidal"), STARTS),
     "ffn": (lambda f, x: f(x, W, BIAS, W.t(), None, "silu"), Q),
     "rope": (lambda f, x: f(x, x, 5, theta=100.0), Q),
     "rope_tables": (lambda f, x: f(x, 4, scaling=0.5), STARTS),

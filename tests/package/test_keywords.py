@@ -33,6 +33,7 @@ ARGUMENTS = {
     "add_rms_norm": (X, X, (4,)),
     "swiglu": (X, X),
     "geglu": (X, X),
+    "embedding": (torch.zeros(2, 3, dtype=torch.int64), torch.ones(5, 4)),
     "ffn": (X, torch.ones(5, 4), None, torch.ones(4, 5), None),
     "rope": (X[None], X[None]),
     "rope_tables": (STARTS, 4),

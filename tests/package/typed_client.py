@@ -63,6 +63,8 @@ def gated() -> None:
 
 
 def blocks() -> None:
+    table, ids = torch.randn(5, 8), torch.zeros(2, 3, dtype=torch.int64)
+    assert_type(seqkern.embedding(ids, table, positions="sinusoidal", norm=(None, table[0]), dropout_p=0.1), Tensor)
     x, w1, w2 = torch.randn(3, 8), torch.randn(32, 8), torch.randn(8, 16)
     assert_type(seqkern.ffn(x, w1, torch.zeros(32), w2, None, "swiglu", recompute=True), Tensor)
     assert_type(seqkern.nn.FeedForward(8, 16, "relu").forward(x), Tensor)

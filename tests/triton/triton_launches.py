@@ -169,6 +169,18 @@ def ffn_calls(quick: bool) -> Iterator[Call]:
                 yield f"ffn {activation} {width} {dtype}", partial(through_autograd, case, dtype)
 
 
+def embedding_calls(quick: bool) -> Iterator[Call]:
+    kinds: list[dict[str, Any]] = [
+        {"dropout_p": 0.1}, {"norm": False}, {"positions": None, "norm": False},
+        {"positions": "sinusoidal", "columns": 34, "offset": torch.tensor([0, 5, 3])},
+        {"offset": torch.tensor([0, 5, 3]), "columns": 700},
+    ]  # fmt: skip
+    for number, options in enumerate(kinds[:1] if quick else kinds):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            case = testing.embedding_case(**options)
+            yield f"embedding {number} {dtype}", partial(through_autograd, case, dtype)
+
+
 def beam_calls(quick: bool) -> Iterator[Call]:
     for dtype in [torch.bfloat16] if quick else DTYPES:
         for classes in [50] if quick else [1, 50, 8200]:
@@ -214,6 +226,7 @@ PARTS = {
     "layer_norm": norm_calls,
     "glu": glu_calls,
     "ffn": ffn_calls,
+    "embedding": embedding_calls,
     "rope": rope_calls,
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,
