@@ -38,7 +38,7 @@ class Twin(nn.Module):
         super().__init__()
         self.tokens, self.positions = gpt.transformer.wte.weight, gpt.transformer.wpe.weight
         layer = seqkern.nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, 0.0, lambda x: F.gelu(x, approximate="tanh"), batch_first=True, norm_first=True
+            WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu_tanh", batch_first=True, norm_first=True
         )
         norm = seqkern.nn.LayerNorm(WIDTH)
         self.layers = seqkern.nn.TransformerEncoder(layer, LAYERS, norm).to(self.tokens.device)
@@ -60,8 +60,8 @@ class Twin(nn.Module):
         return [layer.self_attn.make_cache(rows, PROMPT + NEW) for layer in self.layers.layers]
 
     def step(self, chunk: Chunk, caches: list[seqkern.nn.AttentionCache]) -> tuple[Tensor, Any]:
-        at = chunk.positions[:, None] + torch.arange(chunk.tokens.shape[1], device=chunk.tokens.device)
-        hidden = self.layers(F.embedding(chunk.tokens, self.tokens) + F.embedding(at, self.positions), caches=caches)
+        x = seqkern.embedding(chunk.tokens, self.tokens, positions=self.positions, offset=chunk.positions)
+        hidden = self.layers(x, caches=caches)
         return F.linear(hidden[:, -1], self.tokens), caches
 
 

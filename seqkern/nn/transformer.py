@@ -18,8 +18,16 @@ from seqkern.ops.ffn import ffn
 from seqkern.ops.layer_norm import add_layer_norm
 
 Activation = str | Callable[[Tensor], Tensor]
-# Of the activations that a layer may have, those of `ffn`.
-_NAMES: dict[Any, Any] = {relu: "relu", gelu: "gelu", silu: "silu"}
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu's approximation by tanh, GPT-2's."""
+    return gelu(x, approximate="tanh")
+
+
+# Of the activations that a layer may have, those of `ffn`; and names that torch's layers do not know.
+_NAMES: dict[Any, Any] = {relu: "relu", gelu: "gelu", silu: "silu", gelu_tanh: "gelu_tanh"}
+_MORE: dict[Any, Any] = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 class _Layer(torch.nn.Module):
@@ -108,7 +116,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype: as `torch.nn.TransformerEncoderLayer`.
+            dtype: as `torch.nn.TransformerEncoderLayer`; activation also "silu" or "gelu_tanh", GPT-2's.
         num_kv_heads, window, qk_norm, rope: as `seqkern.nn.MultiheadAttention`.
 
     Shape: src (N, L, d_model) with batch_first, (L, N, d_model), or without N. forward(src, src_mask=None,
@@ -150,8 +158,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         if unexpected:
             refuse(TransformerEncoderLayer.__init__, unexpected, "TransformerEncoderLayer")
         super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype,
+            d_model, nhead, dim_feedforward, dropout, _MORE.get(activation, activation), layer_norm_eps, batch_first,
+            norm_first, bias, device, dtype,
         )  # fmt: skip
         options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "window": window, "qk_norm": qk_norm, "rope": rope}
         _adopt(self, {"device": device, "dtype": dtype}, self_attn=options)
@@ -244,8 +252,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         if unexpected:
             refuse(TransformerDecoderLayer.__init__, unexpected, "TransformerDecoderLayer")
         super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype,
+            d_model, nhead, dim_feedforward, dropout, _MORE.get(activation, activation), layer_norm_eps, batch_first,
+            norm_first, bias, device, dtype,
         )  # fmt: skip
         options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "qk_norm": qk_norm}
         factory = {"device": device, "dtype": dtype}

@@ -271,11 +271,12 @@ def test_module():
         seqkern.nn.FeedForward(8, 24, "tanh")
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu, lambda x: F.gelu(x, approximate="tanh")])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "gelu_tanh", F.silu, torch.tanh])
 def test_layers_of_the_transformer_use_it(activation):
     """With torch's numbers; where somebody waits for a linear layer to be called, it is called."""
     torch.manual_seed(0)
-    theirs = torch.nn.TransformerEncoderLayer(8, 2, 20, 0.0, activation, batch_first=True, dtype=torch.float64)
+    plain = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}.get(activation, activation)
+    theirs = torch.nn.TransformerEncoderLayer(8, 2, 20, 0.0, plain, batch_first=True, dtype=torch.float64)
     ours = seqkern.nn.TransformerEncoderLayer(8, 2, 20, 0.0, activation, batch_first=True, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
     x, calls = draw(2, 5, 8), []
