@@ -52,7 +52,7 @@ def test_embedding(benchmark, part, shape, kind, device):
 
     make = {"forward": forward_only, "forward+backward": forward_backward}.get(part, backward_only)
     peers = {"torch": make(plain(ids, kind), inputs)}
-    if part in ("forward", "forward+backward"):
+    if part in ("forward", "forward+backward") and shape == SHAPES[0]:
         peers["torch.compile"] = make(torch.compile(plain(ids, kind)), inputs)
     compete(
         benchmark,

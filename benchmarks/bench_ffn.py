@@ -43,6 +43,9 @@ def test_ffn(benchmark, plain, rows, depth, kept, dtype, mode, device):
     work, back = (cost(rows, depth, inner, depth, dtype, backward=b) for b in (False, True))
     if mode != "forward":
         work = Cost(work.flops + back.flops, work.bytes + back.bytes)
+    peers = {"torch": make(plain, inputs)}
+    if rows > 16:
+        peers["torch.compile"] = make(torch.compile(plain), inputs)
     compete(
         benchmark,
         Contest(
@@ -52,7 +55,7 @@ def test_ffn(benchmark, plain, rows, depth, kept, dtype, mode, device):
             dtype=dtype,
             device=device,
             ours=make(ours, inputs),
-            peers={"torch": make(plain, inputs), "torch.compile": make(torch.compile(plain), inputs)},
+            peers=peers,
             gate=lambda: check_case(ffn_case(activation), dtype, device=device),
             cost=work,
         ),
