@@ -1,17 +1,22 @@
 // A step of beam search, host side: checks, the beams' candidates, the best of them, registration under the CPU key.
 #include "beam_step.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <tuple>
 #include <vector>
 
-#include "parallel.h"
+#include "scratch.h"
 #include "tensor.h"
 
 namespace seqkern {
 namespace {
+
+// Logits below which a second thread costs more than it saves.
+constexpr int64_t kGrainLogits = 1 << 14;
 
 struct Continuation {
   double score;
@@ -53,13 +58,16 @@ std::tuple<Tensor, Tensor, Tensor> beam_step(const Tensor& logits, const Tensor&
   const BeamKernels& kernels = beam_kernels();
   std::vector<BeamCandidate> each(static_cast<size_t>(checked_product({rows, most}, op)));
   std::vector<BeamFound> found(static_cast<size_t>(rows));
-  for_items(rows, 32.0 * static_cast<double>(rows) * static_cast<double>(classes), kernels.scratch_bytes(classes, most),
-            [&](int64_t row, void* scratch) {
-              found[row] = {true, 0, 0};
-              if (std::isinf(score[row])) return;  // nothing goes on from here
-              const char* const at = static_cast<const char*>(z.const_data_ptr()) + row * classes * size_of(dtype);
-              found[row] = kernels.find({dtype, at, classes, most, each.data() + row * most}, scratch);
-            });
+  const auto search = [&](int64_t begin, int64_t end) {
+    const Scratch scratch(kernels.scratch_bytes(classes, most));
+    for (int64_t row = begin; row < end; ++row) {
+      found[row] = {true, 0, 0};
+      if (std::isinf(score[row])) continue;  // nothing goes on from here
+      const char* const at = static_cast<const char*>(z.const_data_ptr()) + row * classes * size_of(dtype);
+      found[row] = kernels.find({dtype, at, classes, most, each.data() + row * most}, scratch.data());
+    }
+  };
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrainLogits / classes), search);
   for (int64_t row = 0; row < rows; ++row)
     SK_CHECK(found[row].finite, op, ": logits must not be nan or infinite, but those of beam ", row % beams, " of row ",
              row / beams, " are");

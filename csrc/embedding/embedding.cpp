@@ -3,9 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
-#include <numeric>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "parallel.h"
@@ -19,34 +18,34 @@ struct Groups {
   std::vector<int64_t> keys, begins, tokens;
 };
 
-// A counting sort where there are not many more numbers than tokens, else a sort of the tokens.
+// By a radix sort of numbers in [0, most), in digits of 11 bits: stable, and for 15 bits two passes.
 template <class Key>
 Groups grouped(int64_t count, int64_t most, int64_t without, const Key& key) {
+  constexpr int kDigit = 11;
+  struct Keyed {
+    int64_t key, token;
+  };
+  std::vector<Keyed> from, to;
+  from.reserve(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i)
+    if (key(i) != without) from.push_back({key(i), i});
+  to.resize(from.size());
+  for (int shift = 0; shift < 63 && (most - 1) >> shift > 0; shift += kDigit) {
+    const auto digit = [&](const Keyed& k) { return (k.key >> shift) & ((1 << kDigit) - 1); };
+    size_t ends[1 << kDigit] = {}, total = 0;
+    for (const Keyed& k : from) ++ends[digit(k)];
+    for (size_t& end : ends) total += std::exchange(end, total);
+    for (const Keyed& k : from) to[ends[digit(k)]++] = k;
+    from.swap(to);
+  }
   Groups found;
-  if (most / 64 <= count && count < std::numeric_limits<int32_t>::max()) {
-    std::vector<int32_t> counts(static_cast<size_t>(most), 0);
-    for (int64_t i = 0; i < count; ++i)
-      if (key(i) != without) ++counts[key(i)];
-    int32_t total = 0;
-    for (int64_t k = 0; k < most; ++k) {
-      const int32_t here = counts[k];
-      if (here == 0) continue;
-      found.keys.push_back(k), found.begins.push_back(total);
-      counts[k] = total;  // from now on where the next one goes
-      total += here;
+  found.tokens.reserve(from.size());
+  for (const Keyed& k : from) {
+    if (found.keys.empty() || found.keys.back() != k.key) {
+      found.keys.push_back(k.key);
+      found.begins.push_back(static_cast<int64_t>(found.tokens.size()));
     }
-    found.tokens.resize(static_cast<size_t>(total));
-    for (int64_t i = 0; i < count; ++i)
-      if (key(i) != without) found.tokens[counts[key(i)]++] = i;
-  } else {
-    for (int64_t i = 0; i < count; ++i)
-      if (key(i) != without) found.tokens.push_back(i);
-    std::stable_sort(found.tokens.begin(), found.tokens.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
-    for (size_t n = 0; n < found.tokens.size(); ++n) {
-      const int64_t k = key(found.tokens[n]);
-      if (n > 0 && found.keys.back() == k) continue;
-      found.keys.push_back(k), found.begins.push_back(static_cast<int64_t>(n));
-    }
+    found.tokens.push_back(k.token);
   }
   found.begins.push_back(static_cast<int64_t>(found.tokens.size()));
   return found;

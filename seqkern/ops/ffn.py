@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, tuple[int, bool]] = {
     "reglu": (RELU, True), "swiglu": (SILU, True), "geglu": (GELU, True), "geglu_tanh": (GELU_TANH, True),
 }  # fmt: skip
 # Numbers of the activation that the forward pass holds at once, on a CPU and on other devices; rows at least.
-CHUNK, CHUNK_ELSEWHERE, CHUNK_ROWS = 1 << 20, 1 << 27, 256
+CHUNK, CHUNK_ELSEWHERE, CHUNK_ROWS = 1 << 23, 1 << 27, 256
 
 
 @explicit
