@@ -1,8 +1,8 @@
 """The fast path: the Python half of csrc/common/node.h.
 
-`layer_norm`, `glu`, `attention`, `attention_decode`, `rnn` and `rnn_cell` take what their fronts in csrc/*/node.cpp
-read, and return an op's results, bitwise the op's, or None for any call that is not the plain one: then the dispatcher
-takes it, and finds the errors. Each is called only where `fast()` holds.
+`layer_norm`, `glu`, `ffn`, `attention`, `attention_decode`, `rnn` and `rnn_cell` take what their fronts in
+csrc/*/node.cpp read, and return an op's results, bitwise the op's, or None for any call that is not the plain one: then
+the dispatcher takes it, and finds the errors. Each is called only where `fast()` holds.
 
 The way back of such a call is a node in C++ too. What it leaves to Python (gradients that are themselves to be
 differentiated, or that a mode or a hook's tensor type watches) goes to the function that the op's module registers
@@ -78,6 +78,7 @@ def _nothing(*arguments: Any) -> None:
 
 FRONTS = _load()
 enabled = bool(FRONTS)  # the tests turn it off
-layer_norm, glu, attention, attention_decode, rnn, rnn_cell = (
-    FRONTS.get(name, _nothing) for name in ("layer_norm", "glu", "attention", "attention_decode", "rnn", "rnn_cell")
+layer_norm, glu, ffn, attention, attention_decode, rnn, rnn_cell = (
+    FRONTS.get(name, _nothing)
+    for name in ("layer_norm", "glu", "ffn", "attention", "attention_decode", "rnn", "rnn_cell")
 )

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "elementwise.h"
+#include "ops.h"
 
 namespace seqkern {
 namespace {
@@ -37,6 +38,8 @@ Tensor ffn_fwd(const Tensor& z, int64_t activation, bool gated) {
   for_elements(output.numel(), [&](int64_t begin, int64_t end) { forward(args, begin, end); });
   return output;
 }
+
+SK_DIRECT_OP(ffn_fwd)
 
 std::tuple<Tensor, Tensor> ffn_bwd(const Tensor& grad_output, const Tensor& z, int64_t activation, bool gated) {
   const char* op = "ffn_bwd";

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqkern import reference
+from seqkern import _direct, reference
+from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import check_not_nested, is_proxy, record
@@ -91,6 +92,10 @@ def ffn(
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     number, gated = ACTIVATIONS[activation]
+    if fast():
+        found: Tensor | None = _direct.ffn(x, w1, b1, w2, b2, number, gated, CHUNK)
+        if found is not None:
+            return found
     _check(op, x, w1, b1, w2, b2, gated)
     if autocasts(x) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)

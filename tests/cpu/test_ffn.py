@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import seqkern
+from seqkern import _direct
 from seqkern.ops import ffn as module
 from seqkern.ops.ffn import ACTIVATIONS, cost
 from seqkern.testing import check_case, ffn_case
@@ -220,6 +221,30 @@ def test_chunks_change_nothing(monkeypatch, recompute):
     monkeypatch.setattr(module, "CHUNK", 1)
     monkeypatch.setattr(module, "CHUNK_ROWS", 64)
     torch.testing.assert_close(run(), whole)
+
+
+@pytest.mark.skipif(not _direct.FRONTS, reason="the fast path was not built for this torch")
+@pytest.mark.parametrize("rows", [(), (1,), (5,), (2, 3)])
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_the_fast_path(activation, rows, dtype, monkeypatch):
+    """The dispatcher's bits; what is not plain is left to it."""
+    given = tensors(activation, rows, dtype=dtype)
+    number, gated = ACTIVATIONS[activation]
+    for b1, b2 in ((given[2], given[4]), (None, given[4]), (None, None)):
+        call = [*given[:2], b1, given[3], b2]
+        found = _direct.ffn(*call, number, gated, module.CHUNK)
+        with monkeypatch.context() as patch:
+            patch.setattr(_direct, "enabled", False)
+            expected = seqkern.ffn(*call, activation)
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
+    x, w1, b1, w2, b2 = given
+    others = [
+        (x, w1[:-1], b1, w2, b2), (x, w1, b1[:-1], w2, b2), (x, w1, b1, w2[:, :-1], b2), (x, w1, b1, w2, b2[:-1]),
+        (x[..., :-1], w1, b1, w2, b2), (x.to(torch.int64), w1, b1, w2, b2), (x.requires_grad_(), w1, b1, w2, b2),
+    ]  # fmt: skip
+    assert [_direct.ffn(*other, number, gated, module.CHUNK) for other in others] == [None] * len(others)
+    assert _direct.ffn(x.detach(), w1, b1, w2, b2, number, gated, 1) is None
 
 
 # ---- layouts and edges --------------------------------------------------------------------------------------------
