@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
     "swiglu": glu_case("swiglu"),
     "geglu": glu_case("geglu"),
     "ffn": ffn_case(),
-    "ffn_gated": ffn_case("swiglu", bias=False, recompute=True),
+    "ffn_options": ffn_case("swiglu", bias=False, recompute=True),
     "embedding": embedding_case(),
     "rope": rope_case(),
     "cross_entropy": cross_entropy_case(),
@@ -98,7 +98,7 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
-            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_gated", "embedding", "rope";
+            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
             gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,
             "lstm_options" or "gru_options".
