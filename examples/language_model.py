@@ -11,6 +11,7 @@ than a table of positions (2.2 against 2.9 bits per byte after half a million by
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +73,9 @@ class CausalSelfAttention(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor, cache: seqkern.nn.AttentionCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cache: seqkern.nn.AttentionCache | None = None, context: int | None = None
+    ) -> torch.Tensor:
         # (B, T, 3 * width) -> three views (B, heads, T, width / heads)
         query, key, value = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if cache is None:
@@ -80,7 +83,10 @@ class CausalSelfAttention(nn.Module):
             mixed = self.ops.attention(rotate(query, *turn), rotate(key, *turn), value, is_causal=True)
         else:
             query, key = seqkern.rope(query, key, cache.lengths[:, None] + torch.arange(x.size(1)))
-            mixed = seqkern.attention_decode(query, cache.keys, cache.values, cache.lengths, key=key, value=value)
+            window = None if context is None else (context - 1, 0)
+            mixed = seqkern.attention_decode(
+                query, cache.keys, cache.values, cache.lengths, key=key, value=value, window=window
+            )
             cache.lengths += x.size(1)
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
@@ -97,8 +103,10 @@ class Block(nn.Module):
         self.feed_forward_norm = ops.LayerNorm(width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: torch.Tensor, cache: seqkern.nn.AttentionCache | None = None) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cache)
+    def forward(
+        self, x: torch.Tensor, cache: seqkern.nn.AttentionCache | None = None, context: int | None = None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cache, context)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -118,8 +126,11 @@ class LanguageModel(nn.Module):
         """What `step` needs to begin `rows` texts of at most `longest` bytes."""
         raise NotImplementedError
 
-    def step(self, chunk: Chunk, state: Any) -> tuple[torch.Tensor, Any]:
-        """A step of `seqkern.generate`: logits of the next byte, and the state after the chunk."""
+    def step(self, chunk: Chunk, state: Any, context: int | None = None) -> tuple[torch.Tensor, Any]:
+        """A step of `seqkern.generate`: logits of the next byte, and the state after the chunk.
+
+        context: bytes that attention looks back on, as many as it was trained with.
+        """
         raise NotImplementedError
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -147,10 +158,12 @@ class Transformer(LanguageModel):
         attentions = [module for module in self.modules() if isinstance(module, CausalSelfAttention)]
         return [attention.make_cache(rows, longest) for attention in attentions]
 
-    def step(self, chunk: Chunk, state: list[seqkern.nn.AttentionCache]) -> tuple[torch.Tensor, Any]:
+    def step(
+        self, chunk: Chunk, state: list[seqkern.nn.AttentionCache], context: int | None = None
+    ) -> tuple[torch.Tensor, Any]:
         x = self.embedding(chunk.tokens)
         for block, cache in zip(self.blocks, state, strict=True):
-            x = block(x, cache)
+            x = block(x, cache, context)
             cache.lengths = chunk.positions + chunk.lengths
         return F.linear(self.norm(x), self.embedding.weight), state
 
@@ -172,7 +185,7 @@ class RecurrentModel(LanguageModel):
     def start(self, rows: int, longest: int) -> None:
         return None  # zeros
 
-    def step(self, chunk: Chunk, state: Any) -> tuple[torch.Tensor, Any]:
+    def step(self, chunk: Chunk, state: Any, context: int | None = None) -> tuple[torch.Tensor, Any]:
         hidden, state = self.lstm(self.embedding(chunk.tokens), state, lengths=chunk.lengths)
         return F.linear(self.norm(hidden), self.embedding.weight), state
 
@@ -186,11 +199,12 @@ def build(model: str, library: str, seed: int) -> LanguageModel:
     return MODELS[model](LIBRARIES[library])
 
 
-def continued(model: LanguageModel, prompt: bytes, length: int, **options: Any) -> str:
-    """What the model of seqkern's ops writes after `prompt`: `length` bytes; options as `seqkern.generate`."""
+def continued(model: LanguageModel, prompt: bytes, length: int, context: int, **options: Any) -> str:
+    """What the model writes after `prompt`, `length` bytes, with that context; options as `seqkern.generate`."""
     tokens = torch.tensor([list(prompt)])
     state = model.start(1, len(prompt) + length)
-    found = seqkern.generate(model.step, state, tokens, max_new_tokens=length, **options)
+    step = functools.partial(model.step, context=context)
+    found = seqkern.generate(step, state, tokens, max_new_tokens=length, **options)
     return bytes(found.tokens[0, len(prompt) :].tolist()).decode(errors="replace")
 
 

@@ -223,7 +223,7 @@ def run_with_progress(model: str, corpus: text.Text, recipe: Recipe, sample_leng
     start = unseen.find(b"\n\n") + 2 if b"\n\n" in unseen[:1000] else 0
     prompt = unseen[start : start + recipe.context // 2]
     drawn = {"temperature": 0.8, "top_k": 20, "seed": recipe.seed}
-    written = language_model.continued(models["seqkern"], prompt, sample_length, **drawn)
+    written = language_model.continued(models["seqkern"], prompt, sample_length, recipe.context, **drawn)
     result["sample"] = {"prompt": prompt.decode(errors="replace"), "continuation": written}
     result["checks"] = checks(result)
     return result
