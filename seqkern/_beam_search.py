@@ -54,7 +54,7 @@ def search(
     """
     batch, device = first.shape[0], first.device
     candidates = max(2, 1 + len(stops)) * beams
-    running = first.new_zeros((batch, 1), dtype=torch.float32)  # scores, best first: one beam, until there are more
+    running = first.new_zeros((batch, 1), dtype=torch.float32)  # scores of the beams: of one, until there are more
     tokens = torch.full((batch, 1, longest), pad_token, dtype=torch.int64, device=device)
     found = Found(
         tokens.expand(-1, beams, -1),
@@ -88,9 +88,8 @@ def search(
 
         on = stopped.to(torch.int8).argsort(dim=1, stable=True)[:, :beams]  # the first that did not end
         running = torch.where(stopped, -math.inf, best.scores)[row, on]
-        tokens = grown[row, on]
         divisor = longest if early_stopping == "never" and length_penalty > 0 else count
-        hopeful = running[:, :1] / divisor**length_penalty > found.scores.amin(1, keepdim=True)
+        hopeful = running.amax(1, keepdim=True) / divisor**length_penalty > found.scores.amin(1, keepdim=True)
         open_ = open_ & hopeful  # no running one is left, or none is expected among the finished ones
         if early_stopping is True:
             open_ = open_ & ~finished.all(1, keepdim=True)
@@ -99,8 +98,37 @@ def search(
             break
         running = torch.where(open_, running, -math.inf)
         beam = best.beams[row, on]
+        if width == beams:
+            places, parents = _in_place(beam.tolist(), (running > -math.inf).tolist())
+            order, beam = (torch.tensor(t, device=device) for t in (places, parents))
+            on, running = on.gather(1, order), running.gather(1, order)
+        tokens = grown[row, on]
         logits = following((row * width + beam).flatten(), tokens[:, :, count - 1].flatten(), count)
     return found
+
+
+def _in_place(parents: list[list[int]], alive: list[list[bool]]) -> tuple[list[list[int]], list[list[int]]]:
+    """For each sequence which continuation goes to which beam's place, and whose state it needs there.
+
+    The first continuation of a beam stays where the beam is, and so does its state. Others take the places of beams
+    that do not go on: these states alone are copied, some quarter of them.
+    """
+    orders, sources = [], []
+    for row, there in zip(parents, alive, strict=True):
+        order, rest = [-1] * len(row), []
+        for child, parent in enumerate(row):
+            if there[child] and order[parent] < 0:
+                order[parent] = child
+            else:
+                rest.append(child)
+        source, others = list(range(len(row))), iter(rest)
+        for place, child in enumerate(order):
+            if child < 0:
+                order[place] = child = next(others)
+                source[place] = row[child] if there[child] else place
+        orders.append(order)
+        sources.append(source)
+    return orders, sources
 
 
 def check(op: str, beams: Any, sequences: Any, length_penalty: Any, early_stopping: Any) -> None:

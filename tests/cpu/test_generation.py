@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import seqkern
+from seqkern._beam_search import _in_place
 from seqkern._states import chosen_rows
 
 INFINITY = math.inf
@@ -499,3 +500,19 @@ def test_no_gradient():
     logits = table().requires_grad_()
     found = seqkern.generate(follow(logits), None, P, max_new_tokens=3, temperature=1.0, return_logprobs=True)
     assert not found.logprobs.requires_grad
+
+
+def test_first_continuations_stay_in_their_beams_place():
+    """Every continuation gets a place, and its parent's state there; what is dead copies nothing."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(200):
+        parents = torch.randint(5, (3, 5), generator=generator)
+        alive = torch.rand(3, 5, generator=generator) < 0.7
+        places, sources = _in_place(parents.tolist(), alive.tolist())
+        for row in range(3):
+            assert sorted(places[row]) == [0, 1, 2, 3, 4]
+            living = [child for child in range(5) if alive[row, child]]
+            for place, child in enumerate(places[row]):
+                assert sources[row][place] == (int(parents[row, child]) if child in living else place)
+            copies = sum(place != source for place, source in enumerate(sources[row]))
+            assert copies == len(living) - len({int(parents[row, child]) for child in living})
