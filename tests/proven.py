@@ -63,8 +63,8 @@ PROOFS = {
 }
 # Part of every proof: versions, and the schemas that the kernels are called by.
 ALWAYS = ("constraints.txt", "csrc/cuda_ops.cpp")
-# Part of none: words for wrong keywords, and the list of slices, which every new op makes longer; short tests read both.
-# And the loop of generation, which calls the kernels and which none of their tests calls.
+# Part of none: words for wrong keywords, and the list of slices, which every new op makes longer; short tests read
+# both. And the loop of generation, which calls the kernels and which none of their tests calls.
 NEVER = (
     "seqkern/_beam_search.py", "seqkern/_keywords.py", "seqkern/_slices.py", "seqkern/_states.py",
     "seqkern/generation.py",
