@@ -24,7 +24,7 @@ SIZES = ["rows", "columns"]  # not compiled in
 @triton.jit
 def value_and_slope(g, ACTIVATION: tl.constexpr):
     if ACTIVATION == RELU:
-        return tl.where(g < 0, 0.0, g), tl.where(g <= 0, 0.0, 1.0)  # of a NaN it, and 1
+        return tl.where(g < 0, 0.0, g), tl.where(g <= 0, 0.0, 1.0).to(g.dtype)  # of a NaN it, and 1
     return activate(g, ACTIVATION)
 
 
