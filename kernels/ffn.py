@@ -89,7 +89,7 @@ def _step(name, kernel, tensors, output, activation, gated):
         "BLOCK_R": TILE // block, "BLOCK_C": block,
     }  # fmt: skip
     grid = (cdiv(rows, TILE // block) * cdiv(columns, block),)
-    return Launch(name, kernel, grid, (*tensors, rows, columns), constants)
+    return Launch(name, kernel, grid, (*tensors, rows, columns), constants, registers=255)
 
 
 def explained(op, x, w1=None, b1=None, w2=None, b2=None):
