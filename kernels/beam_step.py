@@ -106,9 +106,9 @@ def explained(op, logits, scores=None, candidates=None):
 
 def aot_configurations(limit, thorough):
     """The launches that tests/triton/test_triton_aot.py compiles, as (name, launch). They use little shared memory."""
-    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.float16) if thorough else (torch.float32,)
-    for dtype in dtypes:
-        for classes in (32000, 100) if thorough else (32000,):
+    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
+    for dtype in dtypes if thorough else dtypes[:2]:
+        for classes in (32000, 100):
             logits = torch.empty(2, 4, classes, dtype=dtype, device="meta")
             scores = torch.empty(2, 4, dtype=torch.float32, device="meta")
             _, (launch,) = _plan(Memory(), logits, scores, 8)
