@@ -248,7 +248,8 @@ def _by_draws(
             break
         chunk = Chunk(token[:, None], position, ones)
     if greedy and values:
-        _check_largest(torch.stack(values, 1))
+        top = torch.stack(values, 1)
+        _check_largest(top.masked_fill(torch.stack(before, 1), 0) if before else top)
     lengths = loop.prompt_lengths + len(chosen)
     if before:
         lengths = lengths - torch.stack(before).sum(0)
@@ -264,7 +265,7 @@ def _by_draws(
 
 
 def _check_largest(top: Tensor) -> None:
-    """Of each row and step the largest logit."""
+    """Of each row and step the largest logit; 0 where the row had ended."""
     if not bool(top.isfinite().all()):
         row, count = (~top.isfinite()).nonzero()[0].tolist()
         raise RuntimeError(

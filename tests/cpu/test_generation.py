@@ -280,6 +280,13 @@ def test_bad_logits_raise(bad, options):
         seqkern.generate(follow(logits), None, torch.tensor([[3], [10]]), max_new_tokens=9, seed=None, **options)
 
 
+def test_what_comes_after_a_rows_end_is_not_looked_at():
+    logits = torch.eye(VOCABULARY).roll(1, 1)
+    logits[0] = math.nan  # after pad_token
+    found = seqkern.generate(follow(logits), None, torch.tensor([[5], [8]]), max_new_tokens=9, stop_tokens=9)
+    assert found.tokens.tolist() == [[5, 6, 7, 8, 9], [8, 9, 0, 0, 0]]
+
+
 # ---- beam search --------------------------------------------------------------------------------------------------
 
 STOPS = [6, 37]
