@@ -1,9 +1,9 @@
 // The largest logits of a row and the log of its sum, on CPU. Compiled once per instruction-set tier.
 //
 // Two passes. The first takes the maximum of each block, or where blocks are few of each of its lanes; the `most`-th
-// largest of those is a bound that `most` logits reach. The second sums the exponentials, and offers what reaches the bound, in blocks whose maximum does, to a heap
-// of the best so far: a few more than `most` of all tokens, unless many are equal. Nothing the size of the row is
-// written but its copy in float32, which stays in the cache.
+// largest of those is a bound that `most` logits reach. The second sums the exponentials, and offers what reaches the
+// bound, in blocks whose maximum does, to a heap of the best so far: a few more than `most` of all tokens, unless many
+// are equal. Nothing the size of the row is written but its copy in float32, which stays in the cache.
 #include "beam_step/beam_step.h"
 #include "scratch.h"
 #include "simd.h"
@@ -107,8 +107,7 @@ BeamFound find_in(const BeamRow& p, const Row& row) {
     max = row.maxima[block] > max ? row.maxima[block] : max;
     if (by_lane)
       for (int lane = 0; lane < W<float>; ++lane) bound.offer({top[lane], 0});
-    else
-      bound.offer({row.maxima[block], 0});
+    else bound.offer({row.maxima[block], 0});
   }
   if (any(bad)) return {false, 0, 0};
   if (max == -kInfinity) return {true, 0, 0};
