@@ -16,12 +16,9 @@ from typing import Any
 
 import torch
 
-from seqkern.ops.ffn import ACTIVATIONS
 from seqkern.testing._checks import Case, ErrorReport, check_case
 from seqkern.testing.attention import attention_case
 from seqkern.testing.cross_entropy import cross_entropy_case
-from seqkern.testing.embedding import embedding_case
-from seqkern.testing.ffn import ffn_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
 from seqkern.testing.linear_cross_entropy import linear_cross_entropy_case
 from seqkern.testing.rnn import rnn_case
@@ -92,7 +89,6 @@ def random_case(number: int) -> RandomCase:
         + [("rnn", _rnn)] * 3
         + [("rnn_cell", _cell)]
         + [("cross_entropy", _cross_entropy), ("linear_cross_entropy", _linear_cross_entropy)]
-        + [("ffn", _ffn), ("embedding", _embedding)]
     )
     options, case = make(rng)
     return RandomCase(op, rng.choice(DTYPES), options, case)
@@ -235,21 +231,6 @@ def _linear_cross_entropy(rng: random.Random) -> tuple[dict[str, Any], Case]:
     options: dict[str, Any] = {"rows": rng.choice(LENGTHS), "classes": rng.choice((*LENGTHS[1:], 300, 1000))}
     options |= {"depth": rng.choice(LENGTHS)} | _options(rng, 0.3, bias=(True,)) | _loss_options(rng)
     return options, linear_cross_entropy_case(**options)
-
-
-def _ffn(rng: random.Random) -> tuple[dict[str, Any], Case]:
-    options: dict[str, Any] = {"activation": rng.choice([*ACTIVATIONS]), "rows": rng.choice(LENGTHS)}
-    options |= {name: rng.choice((1, 5, 17, 33, 130)) for name in ("depth", "width", "outputs")}
-    options |= _options(rng, 0.3, bias=(False,), recompute=(True,))
-    return options, ffn_case(**options)
-
-
-def _embedding(rng: random.Random) -> tuple[dict[str, Any], Case]:
-    options: dict[str, Any] = {"classes": rng.choice((1, 7, 300)), "columns": 2 * rng.choice((1, 4, 17, 65))}
-    options["shape"] = (rng.randint(1, 4), rng.choice((1, 5, 40)))
-    options["positions"] = rng.choice(("learned", "sinusoidal", None))
-    options |= _options(rng, 0.3, norm=(False,), scale=(1.0, 8.0), dropout_p=(0.1, 0.9), offset=(0, 70))
-    return options, embedding_case(**options)
 
 
 def main(count: int) -> None:
