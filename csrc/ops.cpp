@@ -72,6 +72,16 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "float dropout_p, int padding_idx, bool need_weight, bool sparse, bool need_table, bool need_norm) "
       "-> (Tensor grad_weight, Tensor rows, Tensor grad_table, Tensor grad_norm_weight, Tensor grad_norm_bias)");
 
+  // additive_attention: csrc/additive_attention, kernels/additive_attention.py, seqkern/ops/additive_attention.py
+  m.def(
+      "additive_attention_fwd(Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? bias, "
+      "Tensor? key_lengths, Tensor? mask, bool need_weights) -> (Tensor output, Tensor lse, Tensor weights)");
+  m.def(
+      "additive_attention_bwd(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, "
+      "Tensor value, Tensor weight, Tensor? bias, Tensor? key_lengths, Tensor? mask, bool need_mask) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, Tensor grad_bias, "
+      "Tensor grad_mask)");
+
   // beam_step: csrc/beam_step, kernels/beam_step.py, seqkern/ops/beam_step.py
   m.def("beam_step(Tensor logits, Tensor scores, int candidates) -> (Tensor scores, Tensor beams, Tensor tokens)");
 

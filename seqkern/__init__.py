@@ -5,6 +5,7 @@ from seqkern._explain import explain
 from seqkern._library import release_memory, use_backend
 from seqkern._optimize import optimize, restore
 from seqkern.generation import generate
+from seqkern.ops.additive_attention import additive_attention
 from seqkern.ops.attention import (
     attention,
     attention_varlen,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "additive_attention",
     "attention",
     "attention_decode",
     "attention_varlen",

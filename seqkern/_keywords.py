@@ -245,6 +245,20 @@ HINTS: dict[str, dict[str, str]] = {
     "attention_varlen": _PACKED,
     "attention_decode": _DECODE,
     "attention_weights": _WEIGHTS,
+    "additive_attention": {
+        **_QKV,
+        **_use("weight", "v", "energy", "scale", "w") | _use("key_lengths", "lengths", "memory_lengths", "seq_lens"),
+        **_use("mask", "attn_mask", "attention_mask") | _use("return_weights=True", "need_weights"),
+        "key_padding_mask": "use mask=~key_padding_mask[:, None], where True is visible",
+        "dropout_p": "leave it out: drop the output with torch.nn.functional.dropout",
+    },
+    "AdditiveAttention.__init__": {
+        **_use("query_dim", "embed_dim", "query_size", "decoder_dim")
+        | _use("key_dim", "kdim", "key_size", "encoder_dim"),
+        **_use("hidden_dim", "attn_dim", "hidden_size", "units"),
+        "batch_first": "leave it out: the batch comes first",
+        "dropout": "leave it out: drop the output with torch.nn.Dropout",
+    },
     "layer_norm": _NORM | _NO_ADD | {"residual": "use add_layer_norm"},
     "rms_norm": _NORM | _NO_ADD | _RMS | {"residual": "use add_rms_norm"},
     "add_layer_norm": _NORM | _ADD,

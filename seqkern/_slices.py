@@ -38,6 +38,11 @@ ALL = (
     Slice(name="glu", ops=("glu_fwd", "glu_bwd"), functions=("swiglu", "geglu")),
     Slice(name="ffn", ops=("ffn_fwd", "ffn_bwd"), functions=("ffn",)),
     Slice(name="embedding", ops=("embedding_fwd", "embedding_bwd"), functions=("embedding",)),
+    Slice(
+        name="additive_attention",
+        ops=("additive_attention_fwd", "additive_attention_bwd"),
+        functions=("additive_attention",),
+    ),
     Slice(name="rope", ops=("rope", "rope_tables"), functions=("rope",)),
     Slice(
         name="cross_entropy",

@@ -1,7 +1,8 @@
-"""Modules: torch.nn's own, with seqkern's kernels. Same constructor, same state_dict, same meaning."""
+"""Modules: torch.nn's own, with seqkern's kernels: same constructor, same state_dict, same meaning; and a few more."""
 
 from seqkern.nn.attention import MultiheadAttention
 from seqkern.nn.attention_cache import AttentionCache, AttentionPages
+from seqkern.nn.cross_attention import AdditiveAttention, BilinearAttention, DotAttention
 from seqkern.nn.ffn import FeedForward
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from seqkern.nn.linear_cross_entropy import LinearCrossEntropy
@@ -21,8 +22,11 @@ __all__ = [
     "RNN",
     "AddLayerNorm",
     "AddRMSNorm",
+    "AdditiveAttention",
     "AttentionCache",
     "AttentionPages",
+    "BilinearAttention",
+    "DotAttention",
     "FeedForward",
     "GRUCell",
     "LSTMCell",

@@ -1,5 +1,6 @@
 """The equations in plain PyTorch, one file an op: the executable specification and, in float64, the tests' oracle."""
 
+from seqkern.reference.additive_attention import additive_attention, additive_scores
 from seqkern.reference.attention import attention
 from seqkern.reference.attention_scores import attention_scores
 from seqkern.reference.attention_varlen import attention_varlen
@@ -19,6 +20,8 @@ from seqkern.reference.sample import drawn, processed, uniform
 
 __all__ = [
     "add_layer_norm",
+    "additive_attention",
+    "additive_scores",
     "attention",
     "attention_scores",
     "attention_varlen",

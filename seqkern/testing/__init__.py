@@ -34,6 +34,7 @@ import torch
 import seqkern
 from seqkern import _library
 from seqkern.testing._checks import Case, ErrorReport, assert_passed, check_case, compare, poison, run
+from seqkern.testing.additive_attention import additive_attention_case
 from seqkern.testing.attention import attention_case, attention_decode_case
 from seqkern.testing.beam_step import beam_step_case
 from seqkern.testing.cross_entropy import cross_entropy_case
@@ -48,16 +49,18 @@ from seqkern.testing.rope import rope_case
 from seqkern.testing.sample import filter_logits_case
 
 __all__ = [
-    "CASES", "Case", "ErrorReport", "add_layer_norm_case", "assert_passed", "attention_case", "attention_decode_case",
-    "beam_step_case", "check_case", "compare", "cross_entropy_case", "embedding_case", "ffn_case",
-    "filter_logits_case", "glu_case", "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case",
-    "rnn_cell_case", "rope_case", "run", "verify",
+    "CASES", "Case", "ErrorReport", "add_layer_norm_case", "additive_attention_case", "assert_passed",
+    "attention_case", "attention_decode_case", "beam_step_case", "check_case", "compare", "cross_entropy_case",
+    "embedding_case", "ffn_case", "filter_logits_case", "glu_case", "layer_norm_case", "linear_cross_entropy_case",
+    "poison", "rnn_case", "rnn_cell_case", "rope_case", "run", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
     "attention": attention_case(),
     "attention_varlen": attention_case(packed=[(3, 5), (1, 150), (70, 70), (129, 200)], heads=4, kv_heads=2),
     "attention_decode": attention_decode_case(),
+    "additive_attention": additive_attention_case(),
+    "additive_attention_options": additive_attention_case(mask="added", return_weights=True, return_lse=True),
     "layer_norm": layer_norm_case(),
     "rms_norm": layer_norm_case(centred=False),
     "add_layer_norm": add_layer_norm_case(),
@@ -97,7 +100,8 @@ def verify(
     """Runs the standard case of `op` against the oracle and torch: one report for every output and gradient.
 
     Args:
-        op: "attention", "attention_varlen", "attention_decode" (no gradients), "layer_norm", "rms_norm",
+        op: "attention", "attention_varlen", "attention_decode" (no gradients), "additive_attention",
+            "additive_attention_options", "layer_norm", "rms_norm",
             "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
             gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,

@@ -67,6 +67,18 @@ def merge_attention() -> tuple[Any, ...]:
     return seqkern.merge_attention, draw(2, 3, 4), draw(2, 3), draw(2, 3, 4), draw(2, 3)
 
 
+def additive_attention() -> tuple[Any, ...]:
+    lengths = torch.tensor([5, 0])
+
+    def op(q, k, v, w, b, mask):
+        return seqkern.additive_attention(
+            q, k, v, w, b, key_lengths=lengths, mask=mask, return_weights=True, return_lse=True
+        )
+
+    shapes = [(2, 3, 4), (2, 5, 4), (2, 5, 3), (4,), (4,), (2, 1, 5)]
+    return op, *(draw(*shape) for shape in shapes)
+
+
 def layer_norm() -> tuple[Any, ...]:
     return lambda x, w, b: seqkern.layer_norm(x, (4,), w, b), draw(2, 3, 4), draw(4), draw(4)
 
@@ -166,9 +178,9 @@ def cell(name: str) -> Callable[[], tuple[Any, ...]]:
 OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
-        attention, attention_dropout, attention_varlen, attention_weights, merge_attention, layer_norm, rms_norm,
-        add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy, linear_cross_entropy,
-        linear_cross_entropy_mean,
+        attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
+        layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy,
+        linear_cross_entropy, linear_cross_entropy_mean,
     )
 }  # fmt: skip
 OPS |= {name: recurrent(name) for name in GATES} | {f"{name}_cell": cell(name) for name in GATES}

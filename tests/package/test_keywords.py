@@ -27,6 +27,7 @@ ARGUMENTS = {
     "attention_decode": (X[None], X[None], X[None], torch.tensor([3])),
     "attention_weights": (X[None], X[None]),
     "merge_attention": (X, X[..., 0], X, X[..., 0]),
+    "additive_attention": (X, X, X, torch.ones(4)),
     "layer_norm": (X, (4,)),
     "rms_norm": (X, (4,)),
     "add_layer_norm": (X, X, (4,)),
@@ -54,7 +55,7 @@ ARGUMENTS = {
 }
 REQUIRED: dict[str, dict[str, int]] = {"generate": {"max_new_tokens": 1}}
 MODULES = {"LayerNorm": (4,), "RMSNorm": (4,), "AddLayerNorm": (4,), "AddRMSNorm": (4,)}
-MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy", "FeedForward"), (4, 4))
+MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy", "FeedForward", "AdditiveAttention"), (4, 4))
 
 
 def function_of(op):
@@ -208,7 +209,7 @@ def test_overloads_have_every_parameter(function):
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     overloads = get_overloads(function)
     options = {"attention", "attention_varlen", "attention_decode", "lstm", "rope", "forward"}
-    options |= {"cross_entropy", "linear_cross_entropy", "sample"}
+    options |= {"cross_entropy", "linear_cross_entropy", "sample", "additive_attention"}
     assert bool(overloads) == (function.__name__ in options)
     for overload in overloads:
         parameters = inspect.signature(overload).parameters

@@ -42,6 +42,24 @@ def attention(wanted: bool) -> None:
     assert_type(seqkern.attention_decode(newest, cache, cache, lengths, return_lse=wanted), Tensor | Pair)
 
 
+def additive(wanted: bool) -> None:
+    q, memory, w = torch.randn(2, 3, 8), torch.randn(2, 6, 8), torch.randn(8)
+    lengths = torch.tensor([6, 2])
+    assert_type(seqkern.additive_attention(q, memory, memory, w, w, key_lengths=lengths), Tensor)
+    assert_type(seqkern.additive_attention(q, memory, memory, w, return_weights=True), Pair)
+    assert_type(seqkern.additive_attention(q, memory, memory, w, return_lse=True), Pair)
+    assert_type(
+        seqkern.additive_attention(q, memory, memory, w, return_weights=wanted, return_lse=wanted),
+        Tensor | Pair | tuple[Tensor, Tensor, Tensor],
+    )
+    attend = seqkern.nn.AdditiveAttention(8, 8)
+    assert_type(attend.forward(q[:, 0], memory, key_lengths=lengths), tuple[Tensor, Tensor | None])
+    keys = attend.project_key(memory)
+    assert_type(attend.forward(q, memory, projected_key=keys), tuple[Tensor, Tensor | None])
+    assert_type(seqkern.nn.BilinearAttention(8, 8).forward(q, memory, need_weights=True), tuple[Tensor, Tensor | None])
+    assert_type(seqkern.nn.DotAttention(scale=None).forward(q, memory), tuple[Tensor, Tensor | None])
+
+
 def norms() -> None:
     x, weight = torch.randn(3, 8), torch.ones(8)
     assert_type(seqkern.layer_norm(x, (8,), weight, torch.zeros(8), 1e-6), Tensor)
@@ -215,6 +233,7 @@ def mistakes(x: Tensor, padding: Tensor) -> None:
 
 def main() -> None:
     attention(True)
+    additive(True)
     norms()
     recurrent(True)
     modules(True)

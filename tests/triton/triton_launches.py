@@ -181,6 +181,18 @@ def embedding_calls(quick: bool) -> Iterator[Call]:
             yield f"embedding {number} {dtype}", partial(through_autograd, case, dtype)
 
 
+def additive_calls(quick: bool) -> Iterator[Call]:
+    kinds: list[dict[str, Any]] = [
+        {"mask": "added", "return_weights": True, "return_lse": True}, {"mask": "bool"},
+        {"bias": False, "lengths": False},
+    ]  # fmt: skip
+    for number, options in enumerate(kinds[:1] if quick else kinds):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for shape in [(3, 13, 50)] if quick else [(3, 13, 50), (1, 1, 1), (2, 70, 1100)]:
+                case = testing.additive_attention_case(*shape, **options)
+                yield f"additive_attention {number} {shape} {dtype}", partial(through_autograd, case, dtype)
+
+
 def beam_calls(quick: bool) -> Iterator[Call]:
     for dtype in [torch.bfloat16] if quick else DTYPES:
         for classes in [50] if quick else [1, 50, 8200]:
@@ -227,6 +239,7 @@ PARTS = {
     "glu": glu_calls,
     "ffn": ffn_calls,
     "embedding": embedding_calls,
+    "additive_attention": additive_calls,
     "rope": rope_calls,
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,
