@@ -82,6 +82,14 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weight, Tensor grad_bias, "
       "Tensor grad_mask)");
 
+  // sequence_pool: csrc/sequence_pool, kernels/sequence_pool.py, seqkern/ops/sequence_pool.py
+  m.def(
+      "sequence_pool_fwd(Tensor x, Tensor? lengths, Tensor? starts, int kind, SymInt reversed) "
+      "-> (Tensor output, Tensor index)");
+  m.def(
+      "sequence_pool_bwd(Tensor grad_output, Tensor? x, Tensor? output, Tensor? index, Tensor? lengths, "
+      "Tensor? starts, SymInt rows, int kind, SymInt reversed) -> Tensor");
+
   // beam_step: csrc/beam_step, kernels/beam_step.py, seqkern/ops/beam_step.py
   m.def("beam_step(Tensor logits, Tensor scores, int candidates) -> (Tensor scores, Tensor beams, Tensor tokens)");
 

@@ -25,6 +25,7 @@ from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 from seqkern.ops.rope import rope, rope_tables
 from seqkern.ops.sample import filter_logits, sample
+from seqkern.ops.sequence_pool import sequence_pool
 
 __version__ = "0.1.0"
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "rope_tables",
     "sample",
     "scaled_dot_product_attention",
+    "sequence_pool",
     "swiglu",
     "use_backend",
 ]

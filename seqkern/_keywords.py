@@ -259,6 +259,12 @@ HINTS: dict[str, dict[str, str]] = {
         "batch_first": "leave it out: the batch comes first",
         "dropout": "leave it out: drop the output with torch.nn.Dropout",
     },
+    "sequence_pool": {
+        **_use("kind", "mode", "reduce", "reduction", "pooling") | _use("x", "input", "hidden_states"),
+        **_use("lengths", "sequence_lengths", "seq_lens") | _use("cu_seqlens", "offsets", "starts"),
+        "mask": "use lengths=mask.sum(1), of rows that come first",
+        "batch_first": "give it x.transpose(0, 1) of a time-major x, which is read in place",
+    },
     "layer_norm": _NORM | _NO_ADD | {"residual": "use add_layer_norm"},
     "rms_norm": _NORM | _NO_ADD | _RMS | {"residual": "use add_rms_norm"},
     "add_layer_norm": _NORM | _ADD,

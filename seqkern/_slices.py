@@ -43,6 +43,11 @@ ALL = (
         ops=("additive_attention_fwd", "additive_attention_bwd"),
         functions=("additive_attention",),
     ),
+    Slice(
+        name="sequence_pool",
+        ops=("sequence_pool_fwd", "sequence_pool_bwd"),
+        functions=("sequence_pool",),
+    ),
     Slice(name="rope", ops=("rope", "rope_tables"), functions=("rope",)),
     Slice(
         name="cross_entropy",

@@ -17,6 +17,7 @@ from seqkern.reference.rnn import rnn, rnn_step
 from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
 from seqkern.reference.rope import rope, rope_tables
 from seqkern.reference.sample import drawn, processed, uniform
+from seqkern.reference.sequence_pool import sequence_pool
 
 __all__ = [
     "add_layer_norm",
@@ -47,6 +48,7 @@ __all__ = [
     "rnn_step",
     "rope",
     "rope_tables",
+    "sequence_pool",
     "sinusoids",
     "softcapped",
     "uniform",

@@ -47,12 +47,13 @@ from seqkern.testing.rnn import ALL_OPTIONS, rnn_case
 from seqkern.testing.rnn_cell import rnn_cell_case
 from seqkern.testing.rope import rope_case
 from seqkern.testing.sample import filter_logits_case
+from seqkern.testing.sequence_pool import sequence_pool_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "additive_attention_case", "assert_passed",
     "attention_case", "attention_decode_case", "beam_step_case", "check_case", "compare", "cross_entropy_case",
     "embedding_case", "ffn_case", "filter_logits_case", "glu_case", "layer_norm_case", "linear_cross_entropy_case",
-    "poison", "rnn_case", "rnn_cell_case", "rope_case", "run", "verify",
+    "poison", "rnn_case", "rnn_cell_case", "rope_case", "run", "sequence_pool_case", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -61,6 +62,8 @@ CASES: dict[str, Case] = {
     "attention_decode": attention_decode_case(),
     "additive_attention": additive_attention_case(),
     "additive_attention_options": additive_attention_case(mask="added", return_weights=True, return_lse=True),
+    "sequence_pool": sequence_pool_case(),
+    "sequence_pool_options": sequence_pool_case("logsumexp", packed=True),
     "layer_norm": layer_norm_case(),
     "rms_norm": layer_norm_case(centred=False),
     "add_layer_norm": add_layer_norm_case(),
@@ -101,7 +104,7 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "additive_attention",
-            "additive_attention_options", "layer_norm", "rms_norm",
+            "additive_attention_options", "sequence_pool", "sequence_pool_options", "layer_norm", "rms_norm",
             "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
             gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,

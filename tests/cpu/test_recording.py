@@ -98,6 +98,7 @@ CALLS = {
     "attention_weights": (lambda f, x: f(x, x, causal=True), Q),
     "merge_attention": (lambda f, x: f(x, Q[..., 0], x, Q[..., 1]), Q),
     "additive_attention": (lambda f, x: f(x, x, x, W[0], mask=torch.eye(6).bool()), Q),
+    "sequence_pool": (lambda f, x: f(x, [3, 6], "max"), Q[0]),
     "layer_norm": (lambda f, x: f(x, (4,), eps=1e-3), Q),
     "rms_norm": (lambda f, x: f(x, (4,)), Q),
     "swiglu": (lambda f, x: f(x, x), Q),

@@ -79,6 +79,16 @@ def additive_attention() -> tuple[Any, ...]:
     return op, *(draw(*shape) for shape in shapes)
 
 
+def sequence_pool() -> tuple[Any, ...]:
+    def op(x, packed):
+        starts = torch.tensor([0, 1, 5])
+        return [seqkern.sequence_pool(x, [4, 2], kind) for kind in ("mean", "max", "last", "logsumexp")] + [
+            seqkern.sequence_pool(packed, None, kind, cu_seqlens=starts) for kind in ("sum", "min", "logsumexp")
+        ]
+
+    return op, draw(2, 4, 3), draw(6, 3)
+
+
 def layer_norm() -> tuple[Any, ...]:
     return lambda x, w, b: seqkern.layer_norm(x, (4,), w, b), draw(2, 3, 4), draw(4), draw(4)
 
@@ -179,7 +189,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
-        layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy,
+        sequence_pool, layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy,
         linear_cross_entropy, linear_cross_entropy_mean,
     )
 }  # fmt: skip

@@ -28,6 +28,7 @@ ARGUMENTS = {
     "attention_weights": (X[None], X[None]),
     "merge_attention": (X, X[..., 0], X, X[..., 0]),
     "additive_attention": (X, X, X, torch.ones(4)),
+    "sequence_pool": (X,),
     "layer_norm": (X, (4,)),
     "rms_norm": (X, (4,)),
     "add_layer_norm": (X, X, (4,)),

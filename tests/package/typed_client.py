@@ -60,6 +60,12 @@ def additive(wanted: bool) -> None:
     assert_type(seqkern.nn.DotAttention(scale=None).forward(q, memory), tuple[Tensor, Tensor | None])
 
 
+def pooling() -> None:
+    x, starts = torch.randn(2, 3, 8), torch.tensor([0, 2, 3])
+    assert_type(seqkern.sequence_pool(x, [3, 1], "max"), Tensor)
+    assert_type(seqkern.sequence_pool(x[0], None, "last", cu_seqlens=starts, bidirectional=True), Tensor)
+
+
 def norms() -> None:
     x, weight = torch.randn(3, 8), torch.ones(8)
     assert_type(seqkern.layer_norm(x, (8,), weight, torch.zeros(8), 1e-6), Tensor)
@@ -234,6 +240,7 @@ def mistakes(x: Tensor, padding: Tensor) -> None:
 def main() -> None:
     attention(True)
     additive(True)
+    pooling()
     norms()
     recurrent(True)
     modules(True)

@@ -28,6 +28,7 @@ import seqkern
 from seqkern import testing
 from seqkern._slices import SLICES
 from seqkern.ops.ffn import ACTIVATIONS
+from seqkern.reference.sequence_pool import KINDS
 from seqkern.testing import rnn_calls as layers
 from seqkern.testing.attention_calls import CASES, OpCase, sample
 from seqkern.testing.attention_calls import call as call_attention
@@ -193,6 +194,15 @@ def additive_calls(quick: bool) -> Iterator[Call]:
                 yield f"additive_attention {number} {shape} {dtype}", partial(through_autograd, case, dtype)
 
 
+def pool_calls(quick: bool) -> Iterator[Call]:
+    for kind in ["max"] if quick else KINDS:
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for packed in [False] if quick else [False, True]:
+                for columns in [34] if quick else [2, 34, 256]:
+                    case = testing.sequence_pool_case(kind, columns=columns, packed=packed)
+                    yield f"sequence_pool {kind} {columns} {packed} {dtype}", partial(through_autograd, case, dtype)
+
+
 def beam_calls(quick: bool) -> Iterator[Call]:
     for dtype in [torch.bfloat16] if quick else DTYPES:
         for classes in [50] if quick else [1, 50, 8200]:
@@ -240,6 +250,7 @@ PARTS = {
     "ffn": ffn_calls,
     "embedding": embedding_calls,
     "additive_attention": additive_calls,
+    "sequence_pool": pool_calls,
     "rope": rope_calls,
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,
