@@ -113,21 +113,21 @@ class Arguments {
     const int64_t size = kernels.query_block(dtype), blocks = (last - first + size - 1) / size;
     const double pairs =
         static_cast<double>(of.batch) * static_cast<double>(last - first) * static_cast<double>(of.keys);
-    for_items(of.batch * blocks, pairs * static_cast<double>(4 * of.channels + of.value_channels), scratch_bytes,
-              [&](int64_t item, void* scratch) {
-                const int64_t begin = first + item % blocks * size;
-                body(item / blocks, begin, std::min(last, begin + size), scratch);
-              });
+    for_small_items(of.batch * blocks, pairs * static_cast<double>(4 * of.channels + of.value_channels), scratch_bytes,
+                    [&](int64_t item, void* scratch) {
+                      const int64_t begin = first + item % blocks * size;
+                      body(item / blocks, begin, std::min(last, begin + size), scratch);
+                    });
   }
   template <class Body>
   void for_keys(const Body& body) const {
     const int64_t blocks = (of.keys + kKeyBlock - 1) / kKeyBlock;
     const double rows = static_cast<double>(of.batch) * static_cast<double>(of.keys);
-    for_items(of.batch * blocks, rows * static_cast<double>(8 * of.channels + of.value_channels), 0,
-              [&](int64_t item, void*) {
-                const int64_t begin = item % blocks * kKeyBlock;
-                body(item / blocks, begin, std::min(of.keys, begin + kKeyBlock));
-              });
+    for_small_items(of.batch * blocks, rows * static_cast<double>(8 * of.channels + of.value_channels), 0,
+                    [&](int64_t item, void*) {
+                      const int64_t begin = item % blocks * kKeyBlock;
+                      body(item / blocks, begin, std::min(of.keys, begin + kKeyBlock));
+                    });
   }
 
   const AdditiveKernels& kernels = additive_kernels();
@@ -262,12 +262,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> additive_attention_bw
     });
     const double pairs =
         static_cast<double>(p.batch) * static_cast<double>(last - f.first) * static_cast<double>(p.keys);
-    for_items(p.batch * strips, pairs * static_cast<double>(6 * p.channels + p.value_channels), scratch,
-              [&](int64_t item, void* memory) {
-                const int64_t b = item / strips, strip = item % strips;
-                if (strip < a.strips) a.kernels.grad_channels(f, b, strip, memory);
-                else a.kernels.grad_values(f, b, strip - a.strips);
-              });
+    for_small_items(p.batch * strips, pairs * static_cast<double>(6 * p.channels + p.value_channels), scratch,
+                    [&](int64_t item, void* memory) {
+                      const int64_t b = item / strips, strip = item % strips;
+                      if (strip < a.strips) a.kernels.grad_channels(f, b, strip, memory);
+                      else a.kernels.grad_values(f, b, strip - a.strips);
+                    });
   }
   if (several) a.for_keys([&](int64_t b, int64_t begin, int64_t end) { a.kernels.finish(f, b, begin, end); });
   Tensor grad_weight = p.dtype == Dtype::f64 ? summed<double>(a, query, f.weight_sums, nullptr)

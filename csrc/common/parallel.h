@@ -54,12 +54,9 @@ void parallel_workers(int64_t items, const Worker& worker) {
   });
 }
 
-// Calls body(item, scratch) for every item, on as many threads as the work is worth; each has scratch_bytes of its own.
+// Calls body(item, scratch) for every item on `workers` threads; each has scratch_bytes of its own.
 template <class Body>
-void for_items(int64_t items, double work, int64_t scratch_bytes, const Body& body) {
-  if (items <= 0) return;
-  const int64_t workers =
-      work / static_cast<double>(items) * worker_count(items) < kGrainWork ? 1 : worker_count(items);
+void for_items_on(int64_t workers, int64_t items, int64_t scratch_bytes, const Body& body) {
   const Scratch scratch(scratch_bytes, workers);
   if (workers == 1) {
     for (int64_t item = 0; item < items; ++item) body(item, scratch.data());
@@ -68,6 +65,20 @@ void for_items(int64_t items, double work, int64_t scratch_bytes, const Body& bo
   parallel_workers(items, [&](WorkQueue& queue, int64_t worker) {
     for (int64_t item; queue.take(item);) body(item, scratch.piece(worker));
   });
+}
+
+// Calls body(item, scratch) for every item, on as many threads as an item's work is worth.
+template <class Body>
+void for_items(int64_t items, double work, int64_t scratch_bytes, const Body& body) {
+  if (items <= 0) return;
+  const bool one = work / static_cast<double>(items) * worker_count(items) < kGrainWork;
+  for_items_on(one ? 1 : worker_count(items), items, scratch_bytes, body);
+}
+
+// The same for many small items: as many threads as all of the work is worth.
+template <class Body>
+void for_small_items(int64_t items, double work, int64_t scratch_bytes, const Body& body) {
+  if (items > 0) for_items_on(work < 2 * kGrainWork ? 1 : worker_count(items), items, scratch_bytes, body);
 }
 
 // Calls body(begin, end, scratch) for ranges of `rows` rows of `columns` columns.

@@ -3,68 +3,21 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <tuple>
 
 #include "parallel.h"
+#include "sequences_tensor.h"
 #include "tensor.h"
 
 namespace seqkern {
 namespace {
 
-// The checked sequences, and tensors that live as long.
-class Sequences {
- public:
-  // rows: of a padded sequence, or of all packed ones.
-  Sequences(const char* op, Dtype dtype, const std::optional<Tensor>& lengths, const std::optional<Tensor>& starts,
-            int64_t batch, int64_t rows, int64_t columns, int64_t kind, int64_t reversed) {
-    SK_CHECK(0 <= kind && kind <= 6, op, ": kind must be between 0 and 6, got ", kind);
-    SK_CHECK(0 <= reversed && reversed <= columns, op, ": reversed must be between 0 and ", columns, ", got ",
-             reversed);
-    SK_CHECK(!(lengths && starts), op, ": lengths are of padded sequences, starts of packed ones");
-    SK_CHECK(rows <= std::numeric_limits<int32_t>::max(), op, ": x must have fewer than 2^31 rows, got ", rows);
-    checked_product({starts ? 1 : batch, rows, std::max<int64_t>(columns, 1), 8}, op);
-    checked_product({batch, std::max<int64_t>(columns, 1), 8}, op);
-    of = {.dtype = dtype,
-          .kind = static_cast<PoolKind>(kind),
-          .batch = batch,
-          .rows = rows,
-          .columns = columns,
-          .reversed = reversed,
-          .lengths = nullptr,
-          .starts = nullptr};
-    if (lengths) {
-      check_cpu(*lengths, op, "lengths");
-      check_dim(*lengths, 1, op, "lengths");
-      check_size(*lengths, 0, batch, op, "lengths");
-      check_type(*lengths, ScalarType::Long, op, "lengths");
-      kept_ = as_contiguous(*lengths);
-      of.lengths = static_cast<const int64_t*>(kept_->const_data_ptr());
-    }
-    if (starts) {
-      check_cpu(*starts, op, "cu_seqlens");
-      check_dim(*starts, 1, op, "cu_seqlens");
-      check_size(*starts, 0, batch + 1, op, "cu_seqlens");
-      check_type(*starts, ScalarType::Long, op, "cu_seqlens");
-      kept_ = as_contiguous(*starts);
-      of.starts = static_cast<const int64_t*>(kept_->const_data_ptr());
-      SK_CHECK(of.starts[0] >= 0, op, ": cu_seqlens must not be negative, got ", of.starts[0]);
-      for (int64_t b = 0; b < batch; ++b)
-        SK_CHECK(of.starts[b] <= of.starts[b + 1], op, ": cu_seqlens must not decrease, got ", of.starts[b],
-                 " and then ", of.starts[b + 1]);
-      SK_CHECK(of.starts[batch] <= rows, op, ": cu_seqlens must end at or before ", rows, ", the rows of x, got ",
-               of.starts[batch]);
-    }
-    for (int64_t b = 0; b < batch; ++b) total += of.length(b), longest = std::max(longest, of.length(b));
-  }
-  Sequences(const Sequences&) = delete;
-
-  PoolSequences of;
-  int64_t total = 0, longest = 0;
-
- private:
-  std::optional<Tensor> kept_;
-};
+PoolSequences pooled(const char* op, Dtype dtype, const Sequences& in, int64_t columns, int64_t kind,
+                     int64_t reversed) {
+  SK_CHECK(0 <= kind && kind <= 6, op, ": kind must be between 0 and 6, got ", kind);
+  SK_CHECK(0 <= reversed && reversed <= columns, op, ": reversed must be between 0 and ", columns, ", got ", reversed);
+  return {.dtype = dtype, .kind = static_cast<PoolKind>(kind), .in = in, .columns = columns, .reversed = reversed};
+}
 
 bool extreme(int64_t kind) {
   return kind == static_cast<int64_t>(PoolKind::max) || kind == static_cast<int64_t>(PoolKind::min);
@@ -76,14 +29,14 @@ std::tuple<Tensor, Tensor> sequence_pool_fwd(const Tensor& x, const std::optiona
   const Dtype dtype = dtype_of(x, op, "x");
   check_cpu(x, op, "x");
   check_dim(x, starts ? 2 : 3, op, "x");
-  const int64_t batch = starts ? std::max<int64_t>(starts->numel() - 1, 0) : x.size(0);
+  const int64_t batch = CheckedSequences::batch_of(x, starts);
   const int64_t rows = x.size(starts ? 0 : 1), columns = x.size(starts ? 1 : 2);
-  const Sequences s(op, dtype, lengths, starts, batch, rows, columns, kind, reversed);
+  const CheckedSequences s(op, lengths, starts, batch, rows, columns);
   const Tensor from = with_unit_last_stride(x);
   Tensor output = empty(x, {batch, columns}, x.scalar_type());
   const std::initializer_list<int64_t> none = {0}, all = {batch, columns};
   Tensor index = empty(x, extreme(kind) ? all : none, ScalarType::Int);
-  const PoolForward f{.of = s.of,
+  const PoolForward f{.of = pooled(op, dtype, s.in, columns, kind, reversed),
                       .x = from.const_data_ptr(),
                       .x_batch = starts ? 0 : from.stride(0),
                       .x_row = from.stride(starts ? 0 : 1),
@@ -93,7 +46,7 @@ std::tuple<Tensor, Tensor> sequence_pool_fwd(const Tensor& x, const std::optiona
   const int64_t width = kernels.columns(dtype), strips = (columns + width - 1) / width;
   const double work = static_cast<double>(s.total + batch) * static_cast<double>(columns) *
                       (kind == static_cast<int64_t>(PoolKind::logsumexp) ? 16 : 2);
-  for_items(batch * strips, work, 0, [&](int64_t item, void*) {
+  for_small_items(batch * strips, work, 0, [&](int64_t item, void*) {
     const int64_t begin = item % strips * width;
     kernels.forward(f, item / strips, begin, std::min(columns, begin + width));
   });
@@ -109,7 +62,7 @@ Tensor sequence_pool_bwd(const Tensor& grad_output, const std::optional<Tensor>&
   check_dim(grad_output, 2, op, "grad_output");
   SK_CHECK(rows >= 0, op, ": rows must not be negative, got ", rows);
   const int64_t batch = grad_output.size(0), columns = grad_output.size(1);
-  const Sequences s(op, dtype, lengths, starts, batch, rows, columns, kind, reversed);
+  const CheckedSequences s(op, lengths, starts, batch, rows, columns);
   const Tensor upstream = as_contiguous(grad_output);
   std::optional<Tensor> from, of_all, at;
   if (kind == static_cast<int64_t>(PoolKind::logsumexp)) {
@@ -139,7 +92,7 @@ Tensor sequence_pool_bwd(const Tensor& grad_output, const std::optional<Tensor>&
   }
   Tensor grad = starts ? empty(grad_output, {rows, columns}, grad_output.scalar_type())
                        : empty(grad_output, {batch, rows, columns}, grad_output.scalar_type());
-  const PoolBackward f{.of = s.of,
+  const PoolBackward f{.of = pooled(op, dtype, s.in, columns, kind, reversed),
                        .grad_output = upstream.const_data_ptr(),
                        .x = from ? from->const_data_ptr() : nullptr,
                        .output = of_all ? of_all->const_data_ptr() : nullptr,
@@ -149,20 +102,21 @@ Tensor sequence_pool_bwd(const Tensor& grad_output, const std::optional<Tensor>&
                        .grad = grad.mutable_data_ptr()};
   const PoolKernels& kernels = pool_kernels();
   const int64_t most = starts ? s.longest : rows, blocks = (most + kPoolRows - 1) / kPoolRows;
-  for_items(batch * blocks, 4.0 * static_cast<double>(starts ? rows : batch * rows) * static_cast<double>(columns), 0,
-            [&](int64_t item, void*) {
-              const int64_t b = item / blocks, begin = item % blocks * kPoolRows;
-              const int64_t end = std::min(starts ? s.of.length(b) : rows, begin + kPoolRows);
-              if (begin < end) kernels.backward(f, b, begin, end);
-            });
+  for_small_items(batch * blocks,
+                  4.0 * static_cast<double>(starts ? rows : batch * rows) * static_cast<double>(columns), 0,
+                  [&](int64_t item, void*) {
+                    const int64_t b = item / blocks, begin = item % blocks * kPoolRows;
+                    const int64_t end = std::min(starts ? s.in.length(b) : rows, begin + kPoolRows);
+                    if (begin < end) kernels.backward(f, b, begin, end);
+                  });
   if (starts) {  // rows of no sequence
     const int64_t bytes = columns * size_of(dtype);
     const auto zero = [&](int64_t begin, int64_t end) {
       if (begin < end && bytes > 0)
         std::memset(static_cast<char*>(f.grad) + begin * bytes, 0, static_cast<size_t>((end - begin) * bytes));
     };
-    zero(0, s.of.starts[0]);
-    zero(s.of.starts[batch], rows);
+    zero(0, s.in.starts[0]);
+    zero(s.in.starts[batch], rows);
   }
   return grad;
 }

@@ -5,28 +5,19 @@
 
 #include "cpu_isa.h"
 #include "dtype.h"
+#include "sequences.h"
 
 namespace seqkern {
 
 // The order is that of KINDS in seqkern/reference/sequence_pool.py.
 enum class PoolKind : int { sum = 0, mean = 1, max = 2, min = 3, first = 4, last = 5, logsumexp = 6 };
 
-// Sequences of rows, padded to `rows` rows each, or packed one after another.
 struct PoolSequences {
   Dtype dtype;
   PoolKind kind;
-  int64_t batch, rows, columns;
-  int64_t reversed;        // the last columns, whose sequences run from the end: their first row is the last
-  const int64_t* lengths;  // (batch), of padded sequences; null: all rows
-  const int64_t* starts;   // (batch + 1), where packed sequences begin and end; or null
-
-  int64_t length(int64_t b) const {
-    if (starts) return starts[b + 1] - starts[b];
-    if (!lengths) return rows;
-    return lengths[b] < 0 ? 0 : lengths[b] > rows ? rows : lengths[b];
-  }
-  // The sequence's first row among all rows of a contiguous tensor.
-  int64_t begin(int64_t b) const { return starts ? starts[b] : b * rows; }
+  Sequences in;
+  int64_t columns;
+  int64_t reversed;  // the last columns, whose sequences run from the end: their first row is the last
 };
 
 struct PoolForward {

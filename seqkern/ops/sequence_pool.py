@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -21,11 +20,11 @@ from seqkern.ops._autograd import (
     eager,
     gradients,
     per_sample,
-    readable,
     tangents,
     transforms_active,
     wants_gradient,
 )
+from seqkern.ops._sequences import sequence_lengths, sequence_starts
 from seqkern.reference.sequence_pool import KINDS
 
 Kind = Literal["sum", "mean", "max", "min", "first", "last", "logsumexp"]
@@ -98,8 +97,8 @@ def sequence_pool(
         raise ValueError(f'{op}: bidirectional is of "first" and "last", got kind {kind!r}')
     if bidirectional and x.shape[-1] % 2:
         raise ValueError(f"{op}: bidirectional needs an even number of features, got x {tuple(x.shape)}")
-    every = None if lengths is None else _lengths(op, lengths, x)
-    starts = None if cu_seqlens is None else _starts(op, cu_seqlens, x)
+    every = None if lengths is None else sequence_lengths(op, lengths, x)
+    starts = None if cu_seqlens is None else sequence_starts(op, cu_seqlens, x)
     number, reversed = KINDS.index(kind), x.shape[-1] // 2 if bidirectional else 0
     transforms_active()  # raises before Dynamo looks at a tensor
     if backend_for(op, x) == "reference":
@@ -111,49 +110,6 @@ def sequence_pool(
 def cost(rows: int, sequences: int, columns: int, dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Work of a call on `rows` rows of all sequences together, which are read, or written backward."""
     return Cost(rows * columns, (rows + sequences) * columns * dtype.itemsize)
-
-
-# ---- arguments ----------------------------------------------------------------------------------------------------
-
-
-def _lengths(op: str, lengths: Any, x: Tensor) -> Tensor:
-    if isinstance(lengths, (list, tuple)):
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
-            raise TypeError(f"{op}: lengths must be whole numbers, got {lengths!r}")
-        lengths = torch.tensor(lengths, dtype=torch.int64, device=x.device)
-    _check_integers(op, "lengths", lengths, x)
-    if lengths.shape != x.shape[:1]:
-        raise ValueError(f"{op}: lengths must have shape ({x.shape[0]},), the batch size, got {tuple(lengths.shape)}")
-    every: Tensor = lengths.long()
-    return every
-
-
-def _starts(op: str, starts: Any, x: Tensor) -> Tensor:
-    _check_integers(op, "cu_seqlens", starts, x)
-    if starts.dim() != 1 or starts.shape[0] == 0:
-        raise ValueError(
-            f"{op}: cu_seqlens must have one dimension and one element more than there are sequences, got shape "
-            f"{tuple(starts.shape)}"
-        )
-    if readable(starts):
-        ends = starts.tolist()
-        if ends[0] != 0:
-            raise ValueError(f"{op}: cu_seqlens must start with 0, got {ends[0]}")
-        if any(a > b for a, b in itertools.pairwise(ends)):
-            raise ValueError(f"{op}: cu_seqlens must not decrease, got {ends}")
-        if ends[-1] > x.shape[0]:
-            raise ValueError(f"{op}: cu_seqlens must end at or before {x.shape[0]}, the rows of x, got {ends[-1]}")
-    every: Tensor = starts.long()
-    return every
-
-
-def _check_integers(op: str, name: str, t: Any, x: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor or None, got {type(t).__name__}")
-    if t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {t.dtype}")
-    if t.device != x.device:
-        raise ValueError(f"{op}: {name} must be on x's device {x.device}, got {t.device}")
 
 
 # ---- autograd -----------------------------------------------------------------------------------------------------

@@ -20,11 +20,6 @@ SK_INLINE void for_vectors(int64_t begin, int64_t end, const Body& body) {
   if (c < end) body(c, end - c);
 }
 
-template <class T>
-SK_INLINE const T* rows_of(const PoolSequences& p, const void* x, int64_t batch_stride, int64_t row_stride, int64_t b) {
-  return static_cast<const T*>(x) + (p.starts ? p.starts[b] * row_stride : b * batch_stride);
-}
-
 // Columns [c, c + C vectors), of which a single vector may have only n numbers.
 template <class T, int C>
 SK_INLINE void load_row(const T* row, int64_t n, Vec<acc_t<T>> (&v)[C]) {
@@ -132,9 +127,9 @@ template <class T, int C>
 void forward_columns(const PoolForward& f, int64_t b, int64_t c, int64_t n) {
   using A = acc_t<T>;
   const PoolSequences& p = f.of;
-  const T* x = rows_of<T>(p, f.x, f.x_batch, f.x_row, b) + c;
+  const T* x = static_cast<const T*>(f.x) + p.in.begin(b, f.x_batch, f.x_row) + c;
   T* const output = static_cast<T*>(f.output) + b * p.columns + c;
-  const int64_t length = p.length(b);
+  const int64_t length = p.in.length(b);
   switch (p.kind) {
     case PoolKind::sum: return sum_columns<T, C>(x, f.x_row, length, 1, n, output);
     case PoolKind::mean: return sum_columns<T, C>(x, f.x_row, length, 1 / static_cast<A>(length), n, output);
@@ -149,7 +144,7 @@ template <class T>
 void forward_sequence(const PoolForward& f, int64_t b, int64_t begin, int64_t end) {
   using A = acc_t<T>;
   const PoolSequences& p = f.of;
-  const int64_t length = p.length(b);
+  const int64_t length = p.in.length(b);
   T* const output = static_cast<T*>(f.output) + b * p.columns;
   if (length == 0) {
     const A nothing = p.kind == PoolKind::logsumexp ? A(-__builtin_inf()) : A(0);
@@ -159,7 +154,7 @@ void forward_sequence(const PoolForward& f, int64_t b, int64_t begin, int64_t en
     return;
   }
   if (p.kind == PoolKind::first || p.kind == PoolKind::last) {
-    const T* x = rows_of<T>(p, f.x, f.x_batch, f.x_row, b);
+    const T* x = static_cast<const T*>(f.x) + p.in.begin(b, f.x_batch, f.x_row);
     const auto copy = [&](int64_t first, int64_t last) {
       if (first < last)
         __builtin_memcpy(output + first, x + end_row(p, first, length) * f.x_row + first,
@@ -194,9 +189,9 @@ void backward_rows(const PoolBackward& f, int64_t b, int64_t begin, int64_t end)
   using A = acc_t<T>;
   using I = typename VecTraits<A>::integer;
   const PoolSequences& p = f.of;
-  const int64_t length = p.length(b), columns = p.columns;
+  const int64_t length = p.in.length(b), columns = p.columns;
   const T* upstream = static_cast<const T*>(f.grad_output) + b * columns;
-  T* const grad = static_cast<T*>(f.grad) + p.begin(b) * columns;
+  T* const grad = static_cast<T*>(f.grad) + p.in.begin(b, p.in.rows * columns, columns);
   const A factor = p.kind == PoolKind::mean && length > 0 ? 1 / static_cast<A>(length) : A(1);
   const bool summed = p.kind == PoolKind::sum || p.kind == PoolKind::mean;
   for (int64_t r = begin; r < end; ++r) {
@@ -214,7 +209,7 @@ void backward_rows(const PoolBackward& f, int64_t b, int64_t begin, int64_t end)
         store_upto(row + c, here ? load_upto(upstream + c, n) : Vec<A>{}, n);
       });
     } else if (p.kind == PoolKind::logsumexp) {
-      const T* x = rows_of<T>(p, f.x, f.x_batch, f.x_row, b) + r * f.x_row;
+      const T* x = static_cast<const T*>(f.x) + p.in.begin(b, f.x_batch, f.x_row) + r * f.x_row;
       const T* lse = static_cast<const T*>(f.output) + b * columns;
       for_vectors<A>(0, columns, [&](int64_t c, int64_t n) SK_INLINED {
         const Vec<A> of_all = load_upto(lse + c, n);
