@@ -64,8 +64,8 @@ How to read it:
   it is *even*. The ratio of a slower case is in bold.
 - **best peer**: of the peers timed in the same run, the one with the lowest ratio: `torch` (eager), `torch.compile`,
   `torch packed` (packed sequences), `torch padded`, `torch one by one` (a call for each sequence), `torch loop` (a
-  Python loop over the steps). Beside masks as matrices the files hold seqkern's own option too, beside losses the
-  matrix products alone, without which no implementation does.
+  Python loop over the steps), `torch unfolded` (a product of copied windows). Beside masks as matrices the files hold
+  seqkern's own option too, beside losses the matrix products alone, without which no implementation does.
 - **of roofline**: the least time that the work can take, divided by seqkern's time. The least time follows from the
   rate of a large matrix product and the bandwidth of a large copy (decoding: of reading), measured in the same run. The
   share passes 100 % where the data stay in a cache.

@@ -90,6 +90,16 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "sequence_pool_bwd(Tensor grad_output, Tensor? x, Tensor? output, Tensor? index, Tensor? lengths, "
       "Tensor? starts, SymInt rows, int kind, SymInt reversed) -> Tensor");
 
+  // conv1d_max: csrc/conv1d_max, kernels/conv1d_max.py, seqkern/ops/conv1d_max.py
+  // z and slopes, (batch, filters), are in the accumulation type; the bias's gradient is the sum of slopes.
+  m.def(
+      "conv1d_max_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? starts, int activation) "
+      "-> (Tensor output, Tensor z, Tensor index)");
+  m.def(
+      "conv1d_max_bwd(Tensor grad_output, Tensor x, Tensor weight, Tensor? lengths, Tensor? starts, Tensor z, "
+      "Tensor index, int activation, bool need_x, bool need_weight) "
+      "-> (Tensor grad_x, Tensor grad_weight, Tensor slopes)");
+
   // beam_step: csrc/beam_step, kernels/beam_step.py, seqkern/ops/beam_step.py
   m.def("beam_step(Tensor logits, Tensor scores, int candidates) -> (Tensor scores, Tensor beams, Tensor tokens)");
 

@@ -20,7 +20,7 @@ SIZES = ["rows", "columns", "reversed", "batch_stride", "row_stride"]  # not com
 
 
 @triton.jit
-def _sequence(b, lengths_ptr, starts_ptr, rows):
+def sequence(b, lengths_ptr, starts_ptr, rows):
     """(first row, length) of a sequence; a packed one's first row is one of all rows."""
     if starts_ptr is not None:
         first = tl.load(starts_ptr + b)
@@ -50,7 +50,7 @@ def _forward_kernel(
     b = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     live = column < columns
-    first, length = _sequence(b, lengths_ptr, starts_ptr, rows)
+    first, length = sequence(b, lengths_ptr, starts_ptr, rows)
     x = x_ptr + b * batch_stride + first * row_stride + column
     if (KIND == FIRST) | (KIND == LAST):
         row = _end(column, columns, reversed, length, KIND)
@@ -108,7 +108,7 @@ def _backward_kernel(
     b = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     live = column < columns
-    first, length = _sequence(b, lengths_ptr, starts_ptr, rows)
+    first, length = sequence(b, lengths_ptr, starts_ptr, rows)
     grad = tl.load(grad_ptr + b * columns + column, mask=live, other=0.0).to(ACC)
     if KIND == MEAN:
         grad = grad / tl.maximum(length, 1).to(ACC)

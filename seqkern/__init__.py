@@ -15,6 +15,7 @@ from seqkern.ops.attention import (
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.beam_step import beam_step
+from seqkern.ops.conv1d_max import conv1d_max
 from seqkern.ops.cross_entropy import cross_entropy
 from seqkern.ops.embedding import embedding
 from seqkern.ops.ffn import ffn
@@ -37,6 +38,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "beam_step",
+    "conv1d_max",
     "cross_entropy",
     "embedding",
     "explain",

@@ -265,6 +265,12 @@ HINTS: dict[str, dict[str, str]] = {
         "mask": "use lengths=mask.sum(1), of rows that come first",
         "batch_first": "give it x.transpose(0, 1) of a time-major x, which is read in place",
     },
+    "conv1d_max": {
+        **_use("weight", "kernel", "filters", "w") | _use("x", "input") | _use("activation", "act", "nonlinearity"),
+        **_use("lengths", "sequence_lengths", "seq_lens") | _use("cu_seqlens", "offsets", "starts"),
+        **dict.fromkeys(("stride", "dilation", "groups"), "leave it out: every window of rows side by side is taken"),
+        "padding": "pad x with zeros before the call: torch.nn.functional.pad(x, (0, 0, 1, 1))",
+    },
     "layer_norm": _NORM | _NO_ADD | {"residual": "use add_layer_norm"},
     "rms_norm": _NORM | _NO_ADD | _RMS | {"residual": "use add_rms_norm"},
     "add_layer_norm": _NORM | _ADD,

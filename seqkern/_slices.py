@@ -48,6 +48,12 @@ ALL = (
         ops=("sequence_pool_fwd", "sequence_pool_bwd"),
         functions=("sequence_pool",),
     ),
+    Slice(
+        name="conv1d_max",
+        ops=("conv1d_max_fwd", "conv1d_max_bwd"),
+        functions=("conv1d_max",),
+        own_bf16=True,
+    ),
     Slice(name="rope", ops=("rope", "rope_tables"), functions=("rope",)),
     Slice(
         name="cross_entropy",

@@ -89,6 +89,15 @@ def sequence_pool() -> tuple[Any, ...]:
     return op, draw(2, 4, 3), draw(6, 3)
 
 
+def conv1d_max() -> tuple[Any, ...]:
+    def op(x, w, b, packed):
+        starts = torch.tensor([0, 1, 5])
+        padded = seqkern.conv1d_max(x, w, b, "tanh", [4, 1])
+        return padded, seqkern.conv1d_max(packed, w, None, "sigmoid", cu_seqlens=starts)
+
+    return op, draw(2, 4, 3), draw(5, 2, 3), draw(5), draw(6, 3)
+
+
 def layer_norm() -> tuple[Any, ...]:
     return lambda x, w, b: seqkern.layer_norm(x, (4,), w, b), draw(2, 3, 4), draw(4), draw(4)
 
@@ -189,7 +198,8 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
-        sequence_pool, layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy,
+        sequence_pool, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope,
+        cross_entropy,
         linear_cross_entropy, linear_cross_entropy_mean,
     )
 }  # fmt: skip

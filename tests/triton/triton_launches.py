@@ -28,6 +28,7 @@ import seqkern
 from seqkern import testing
 from seqkern._slices import SLICES
 from seqkern.ops.ffn import ACTIVATIONS
+from seqkern.reference.conv1d_max import ACTIVATIONS as ACTIVATIONS_OF_MAX
 from seqkern.reference.sequence_pool import KINDS
 from seqkern.testing import rnn_calls as layers
 from seqkern.testing.attention_calls import CASES, OpCase, sample
@@ -203,6 +204,21 @@ def pool_calls(quick: bool) -> Iterator[Call]:
                     yield f"sequence_pool {kind} {columns} {packed} {dtype}", partial(through_autograd, case, dtype)
 
 
+LENGTHS = (40, 2, 0, 17)
+
+
+def convolution_calls(quick: bool) -> Iterator[Call]:
+    for activation in ["relu"] if quick else ACTIVATIONS_OF_MAX:
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for packed in [False] if quick else [False, True]:
+                for columns, width, filters in [(33, 4, 37)] if quick else [(33, 4, 37), (1, 1, 1), (128, 5, 100)]:
+                    case = testing.conv1d_max_case(
+                        LENGTHS, columns, width, filters, packed=packed, activation=activation
+                    )
+                    name = f"conv1d_max {activation} {columns} {width} {filters} {packed} {dtype}"
+                    yield name, partial(through_autograd, case, dtype)
+
+
 def beam_calls(quick: bool) -> Iterator[Call]:
     for dtype in [torch.bfloat16] if quick else DTYPES:
         for classes in [50] if quick else [1, 50, 8200]:
@@ -251,6 +267,7 @@ PARTS = {
     "embedding": embedding_calls,
     "additive_attention": additive_calls,
     "sequence_pool": pool_calls,
+    "conv1d_max": convolution_calls,
     "rope": rope_calls,
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,
