@@ -90,7 +90,13 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "sequence_pool_bwd(Tensor grad_output, Tensor? x, Tensor? output, Tensor? index, Tensor? lengths, "
       "Tensor? starts, SymInt rows, int kind, SymInt reversed) -> Tensor");
 
-  // conv1d_max: csrc/conv1d_max, kernels/conv1d_max.py, seqkern/ops/conv1d_max.py
+  // conv1d: csrc/conv1d, kernels/conv1d, seqkern/ops/conv1d.py, seqkern/ops/conv1d_max.py
+  m.def(
+      "conv1d_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, int stride, int left, int right, "
+      "int dilation) -> Tensor");
+  m.def(
+      "conv1d_bwd(Tensor grad_output, Tensor x, Tensor weight, Tensor? lengths, int stride, int left, int right, "
+      "int dilation, bool need_x, bool need_weight) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
   // z and slopes, (batch, filters), are in the accumulation type; the bias's gradient is the sum of slopes.
   m.def(
       "conv1d_max_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? starts, int activation) "

@@ -15,6 +15,7 @@ from seqkern.ops.attention import (
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.beam_step import beam_step
+from seqkern.ops.conv1d import conv1d
 from seqkern.ops.conv1d_max import conv1d_max
 from seqkern.ops.cross_entropy import cross_entropy
 from seqkern.ops.embedding import embedding
@@ -38,6 +39,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "beam_step",
+    "conv1d",
     "conv1d_max",
     "cross_entropy",
     "embedding",

@@ -265,6 +265,12 @@ HINTS: dict[str, dict[str, str]] = {
         "mask": "use lengths=mask.sum(1), of rows that come first",
         "batch_first": "give it x.transpose(0, 1) of a time-major x, which is read in place",
     },
+    "conv1d": {
+        **_use("weight", "kernel", "filters", "w") | _use("x", "input") | _use("dilation", "rate", "dilation_rate"),
+        **_use("lengths", "sequence_lengths", "seq_lens") | _use('padding="causal"', "causal"),
+        "groups": "leave it out: call it for each group of features, or use torch.nn.functional.conv1d",
+        "activation": "apply it to the result",
+    },
     "conv1d_max": {
         **_use("weight", "kernel", "filters", "w") | _use("x", "input") | _use("activation", "act", "nonlinearity"),
         **_use("lengths", "sequence_lengths", "seq_lens") | _use("cu_seqlens", "offsets", "starts"),

@@ -49,9 +49,9 @@ ALL = (
         functions=("sequence_pool",),
     ),
     Slice(
-        name="conv1d_max",
-        ops=("conv1d_max_fwd", "conv1d_max_bwd"),
-        functions=("conv1d_max",),
+        name="conv1d",
+        ops=("conv1d_fwd", "conv1d_bwd", "conv1d_max_fwd", "conv1d_max_bwd"),
+        functions=("conv1d", "conv1d_max"),
         own_bf16=True,
     ),
     Slice(name="rope", ops=("rope", "rope_tables"), functions=("rope",)),

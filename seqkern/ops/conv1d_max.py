@@ -27,7 +27,7 @@ from seqkern.ops._autograd import (
     wants_gradient,
 )
 from seqkern.ops._sequences import sequence_lengths, sequence_starts
-from seqkern.reference.conv1d_max import ACTIVATIONS
+from seqkern.reference.conv1d import ACTIVATIONS
 
 Activation = Literal["none", "relu", "tanh", "sigmoid"]
 
@@ -67,7 +67,7 @@ def conv1d_max(
         ValueError: shapes, devices, an activation or boundaries that do not fit.
         NotImplementedError: the backend in force does not run on the device.
 
-    Source: Collobert et al. 2011, Kim 2014, as reference/conv1d_max.py.
+    Source: Collobert et al. 2011, Kim 2014, as reference/conv1d.py.
 
     Example:
         >>> import torch, seqkern

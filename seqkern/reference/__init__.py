@@ -6,7 +6,7 @@ from seqkern.reference.attention_scores import attention_scores
 from seqkern.reference.attention_varlen import attention_varlen
 from seqkern.reference.attention_weights import attention_weights
 from seqkern.reference.beam_step import beam_step
-from seqkern.reference.conv1d_max import conv1d_max
+from seqkern.reference.conv1d import conv1d, conv1d_max, conv1d_outputs
 from seqkern.reference.cross_entropy import cross_entropy_rows, reduced, softcapped
 from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep_mask
 from seqkern.reference.embedding import embedding, sinusoids
@@ -29,7 +29,9 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "beam_step",
+    "conv1d",
     "conv1d_max",
+    "conv1d_outputs",
     "cross_entropy_rows",
     "derived_seed",
     "drawn",

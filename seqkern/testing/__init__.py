@@ -37,7 +37,7 @@ from seqkern.testing._checks import Case, ErrorReport, assert_passed, check_case
 from seqkern.testing.additive_attention import additive_attention_case
 from seqkern.testing.attention import attention_case, attention_decode_case
 from seqkern.testing.beam_step import beam_step_case
-from seqkern.testing.conv1d_max import conv1d_max_case
+from seqkern.testing.conv1d import conv1d_case, conv1d_max_case
 from seqkern.testing.cross_entropy import cross_entropy_case
 from seqkern.testing.embedding import embedding_case
 from seqkern.testing.ffn import ffn_case
@@ -52,10 +52,10 @@ from seqkern.testing.sequence_pool import sequence_pool_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "additive_attention_case", "assert_passed",
-    "attention_case", "attention_decode_case", "beam_step_case", "check_case", "compare", "conv1d_max_case",
-    "cross_entropy_case", "embedding_case", "ffn_case", "filter_logits_case", "glu_case", "layer_norm_case",
-    "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run", "sequence_pool_case",
-    "verify",
+    "attention_case", "attention_decode_case", "beam_step_case", "check_case", "compare", "conv1d_case",
+    "conv1d_max_case", "cross_entropy_case", "embedding_case", "ffn_case", "filter_logits_case", "glu_case",
+    "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run",
+    "sequence_pool_case", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -66,6 +66,8 @@ CASES: dict[str, Case] = {
     "additive_attention_options": additive_attention_case(mask="added", return_weights=True, return_lse=True),
     "sequence_pool": sequence_pool_case(),
     "sequence_pool_options": sequence_pool_case("logsumexp", packed=True),
+    "conv1d": conv1d_case(),
+    "conv1d_options": conv1d_case(stride=2, padding=(4, 1), dilation=3),
     "conv1d_max": conv1d_max_case(),
     "conv1d_max_options": conv1d_max_case(packed=True, activation="tanh", bias=False),
     "layer_norm": layer_norm_case(),
@@ -108,8 +110,8 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "additive_attention",
-            "additive_attention_options", "sequence_pool", "sequence_pool_options", "conv1d_max",
-            "conv1d_max_options", "layer_norm", "rms_norm",
+            "additive_attention_options", "sequence_pool", "sequence_pool_options", "conv1d", "conv1d_options",
+            "conv1d_max", "conv1d_max_options", "layer_norm", "rms_norm",
             "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
             gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import seqkern
 from seqkern.ops.conv1d_max import cost
-from seqkern.reference.conv1d_max import ACTIVATIONS
+from seqkern.reference.conv1d import ACTIVATIONS
 from seqkern.testing import check_case, conv1d_max_case, poison
 
 

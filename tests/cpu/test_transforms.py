@@ -89,6 +89,13 @@ def sequence_pool() -> tuple[Any, ...]:
     return op, draw(2, 4, 3), draw(6, 3)
 
 
+def conv1d() -> tuple[Any, ...]:
+    def op(x, w, b):
+        return seqkern.conv1d(x, w, b, stride=2, padding=(2, 0), dilation=2, lengths=[4, 1])
+
+    return op, draw(2, 4, 3), draw(5, 2, 3), draw(5)
+
+
 def conv1d_max() -> tuple[Any, ...]:
     def op(x, w, b, packed):
         starts = torch.tensor([0, 1, 5])
@@ -198,7 +205,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
-        sequence_pool, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope,
+        sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope,
         cross_entropy,
         linear_cross_entropy, linear_cross_entropy_mean,
     )

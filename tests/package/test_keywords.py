@@ -29,6 +29,7 @@ ARGUMENTS = {
     "merge_attention": (X, X[..., 0], X, X[..., 0]),
     "additive_attention": (X, X, X, torch.ones(4)),
     "sequence_pool": (X,),
+    "conv1d": (X, torch.ones(5, 2, 4)),
     "conv1d_max": (X, torch.ones(5, 2, 4)),
     "layer_norm": (X, (4,)),
     "rms_norm": (X, (4,)),

@@ -28,7 +28,7 @@ import seqkern
 from seqkern import testing
 from seqkern._slices import SLICES
 from seqkern.ops.ffn import ACTIVATIONS
-from seqkern.reference.conv1d_max import ACTIVATIONS as ACTIVATIONS_OF_MAX
+from seqkern.reference.conv1d import ACTIVATIONS as ACTIVATIONS_OF_MAX
 from seqkern.reference.sequence_pool import KINDS
 from seqkern.testing import rnn_calls as layers
 from seqkern.testing.attention_calls import CASES, OpCase, sample
@@ -217,6 +217,12 @@ def convolution_calls(quick: bool) -> Iterator[Call]:
                     )
                     name = f"conv1d_max {activation} {columns} {width} {filters} {packed} {dtype}"
                     yield name, partial(through_autograd, case, dtype)
+    steps: list[dict[str, Any]] = [{"stride": 2, "padding": (4, 1), "dilation": 3}, {}, {"padding": "causal"}]
+    for number, options in enumerate(steps[:1] if quick else steps):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for columns, width, filters in [(33, 4, 37)] if quick else [(33, 4, 37), (1, 1, 1), (128, 5, 100)]:
+                case = testing.conv1d_case(LENGTHS, columns, width, filters, **options)
+                yield f"conv1d {number} {columns} {width} {filters} {dtype}", partial(through_autograd, case, dtype)
 
 
 def beam_calls(quick: bool) -> Iterator[Call]:
@@ -267,7 +273,7 @@ PARTS = {
     "embedding": embedding_calls,
     "additive_attention": additive_calls,
     "sequence_pool": pool_calls,
-    "conv1d_max": convolution_calls,
+    "conv1d": convolution_calls,
     "rope": rope_calls,
     "cross_entropy": cross_entropy_calls,
     "linear_cross_entropy": linear_cross_entropy_calls,

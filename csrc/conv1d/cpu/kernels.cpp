@@ -6,7 +6,7 @@
 //
 //   g = dy activation'(z),    dx[t + k] += g weight[c, k],    dweight[c, k] += g x[t + k],    t the window of the
 //   maximum
-#include "conv1d_max/conv1d_max.h"
+#include "conv1d/conv1d.h"
 #include "simd.h"
 
 namespace seqkern {

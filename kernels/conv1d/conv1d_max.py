@@ -6,7 +6,7 @@
                whose window begins k rows before, with the filters' rows k
   grad_weight  some numbers of a filter: the sum over the sequences of slope times the window's numbers, in their order
 
-No atomics. Equations and sources: seqkern/reference/conv1d_max.py.
+No atomics. Equations and sources: seqkern/reference/conv1d.py.
 
 No GPU speed has been measured yet.
 """
@@ -15,12 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import TRITON_DTYPE, Launch, accumulator, cdiv, dot, rounded
-from ._replay import Memory, noted, planned
-from .rnn.cells import sigmoid, tanh
-from .sequence_pool import sequence
-
-__all__ = ["aot_configurations", "conv1d_max_bwd", "conv1d_max_fwd"]
+from .._common import TRITON_DTYPE, Launch, accumulator, cdiv, dot, rounded
+from .._replay import Memory, planned
+from ..rnn.cells import sigmoid, tanh
+from ..sequence_pool import sequence
 
 BLOCK_T, BLOCK_C, BLOCK_D = 32, 32, 32  # windows or rows, filters, features of a tile
 NUMBERS = 128  # of a filter, that a program sums
@@ -211,35 +209,14 @@ def _plan_grad_weight(memory, x, weight, lengths, starts, slopes, index):
     return (grad,), [Launch("conv1d_max_grad_weight", _grad_weight_kernel, grid, arguments, constants, registers=255)]
 
 
-def explained(op, x, weight=None, *_):
-    """The launches of a call, forward and backward; nothing is launched."""
-    if x.dim() != 3 or weight is None:
-        return []
-    with noted() as launches:
-        _, z, index = conv1d_max_fwd(x, weight, None, None, None, 1)
-        tensors = (None, None, z, index)
-        planned(_plan_grad_x, (x, weight, *tensors), (), x.device)
-        planned(_plan_grad_weight, (x, weight, *tensors), (), x.device)
-    return launches
-
-
-def aot_configurations(limit, thorough):
-    """The launches that tests/triton/test_triton_aot.py compiles, as (name, launch). They use little shared memory."""
-    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.float16) if thorough else (torch.bfloat16,)
-    for dtype in dtypes:
-        for packed in (False, True):
-            x = torch.empty((100, 128) if packed else (4, 25, 128), dtype=dtype, device="meta")
-            weight = torch.empty(100, 5, 128, dtype=dtype, device="meta")
-            whole = torch.empty(5 if packed else 4, dtype=torch.int64, device="meta")
-            of = (None, whole) if packed else (whole, None)
-            z = torch.empty(4, 100, dtype=accumulator(dtype), device="meta")
-            index = torch.empty(4, 100, dtype=torch.int32, device="meta")
-            plans = [
-                _plan_forward(Memory(), x, weight, z[0] if activation else None, *of, activation)
-                for activation in range(4)
-            ]
-            plans.append(_plan_grad_x(Memory(), x, weight, *of, z, index))
-            plans.append(_plan_grad_weight(Memory(), x, weight, *of, z, index))
-            for number, (_, (launch,)) in enumerate(plans):
-                kind = f"{number}{'-packed' * packed}"
-                yield f"{launch.name}-{kind}-{str(dtype).removeprefix('torch.')}", launch
+def plans(x, weight, bias, lengths, starts, activation):
+    """The launches of a call and its way back."""
+    batch = starts.size(0) - 1 if starts is not None else x.size(0)
+    z = torch.empty(batch, weight.size(0), dtype=accumulator(x.dtype), device="meta")
+    index, memory = z.to(torch.int32), Memory("meta")
+    made = (
+        _plan_forward(memory, x, weight, bias, lengths, starts, activation),
+        _plan_grad_x(memory, x, weight, lengths, starts, z, index),
+        _plan_grad_weight(memory, x, weight, lengths, starts, z, index),
+    )
+    return [launch for _, launches in made for launch in launches]

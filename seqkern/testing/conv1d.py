@@ -1,4 +1,4 @@
-"""Cases of a convolution and its maximum over time."""
+"""Cases of a convolution over rows, and of its maximum over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import seqkern
 from seqkern import reference
-from seqkern.reference.conv1d_max import ACTIVATIONS
+from seqkern.reference.conv1d import ACTIVATIONS
 from seqkern.testing._checks import Case, normal
 
 
@@ -54,5 +54,44 @@ def conv1d_max_case(
     def oracle(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         of_padded, of_packed = (None, starts) if packed else (torch.tensor(lengths), None)
         return reference.conv1d_max(x, weight, bias, of_padded, of_packed, number)
+
+    return Case(inputs=make, ours=ours, torch=plain, reference=oracle)
+
+
+def conv1d_case(
+    lengths: Sequence[int] = (40, 2, 0, 17, 5), columns: int = 33, width: int = 4, filters: int = 37, *,
+    bias: bool = True, stride: int = 1, padding: Any = "valid", dilation: int = 1,
+) -> Case:  # fmt: skip
+    """Padded sequences; the numbers beyond the lengths are NaN."""
+    longest = max(lengths, default=0)
+    beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+    reach = dilation * (width - 1)
+    sides = {"valid": (0, 0), "same": (reach // 2, reach - reach // 2), "causal": (reach, 0)}
+    left, right = (padding, padding) if isinstance(padding, int) else sides.get(padding, padding)
+
+    def make(g: torch.Generator) -> dict[str, Tensor]:
+        x = normal(g, len(lengths), longest, columns).masked_fill(beyond[..., None], torch.nan)
+        found = {"x": x, "weight": normal(g, filters, width, columns, scale=(width * columns) ** -0.5)}
+        return found | ({"bias": normal(g, filters)} if bias else {})
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        real = torch.tensor(lengths, device=x.device)
+        return seqkern.conv1d(x, weight, bias, stride=stride, padding=padding, dilation=dilation, lengths=real)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A sequence at a time, by torch's convolution."""
+        outputs = reference.conv1d_outputs(longest, width, stride, left, right, dilation)
+        found = []
+        for b, n in enumerate(lengths):
+            own = reference.conv1d_outputs(n, width, stride, left, right, dilation)
+            y = x.new_zeros(0, filters)
+            if own:
+                rows = F.pad(x[b, :n].t(), (left, right))[None]
+                y = F.conv1d(rows, weight.transpose(1, 2), bias, stride, 0, dilation)[0].t()
+            found.append(F.pad(y, (0, 0, 0, outputs - own)))
+        return torch.stack(found)
+
+    def oracle(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return reference.conv1d(x, weight, bias, torch.tensor(lengths), stride, left, right, dilation)
 
     return Case(inputs=make, ours=ours, torch=plain, reference=oracle)

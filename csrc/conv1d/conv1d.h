@@ -1,4 +1,4 @@
-// Arguments and entry points of a convolution and its maximum over time. Torch-free.
+// Arguments and entry points of a convolution's maximum over time; a convolution itself is products alone. Torch-free.
 #pragma once
 
 #include <cstdint>

@@ -2,13 +2,12 @@
 //
 // The windows of all sequences are rows of one product, in chunks whose results stay in the cache. A row is read where
 // its window lies in x; windows of sequences shorter than the filters are copied, with zeros behind them.
-#include "conv1d_max.h"
-
 #include <algorithm>
 #include <cstring>
 #include <tuple>
 #include <vector>
 
+#include "conv1d.h"
 #include "parallel.h"
 #include "products.h"
 #include "sequences_tensor.h"
