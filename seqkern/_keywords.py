@@ -269,7 +269,7 @@ HINTS: dict[str, dict[str, str]] = {
         **_use("weight", "kernel", "filters", "w") | _use("x", "input") | _use("dilation", "rate", "dilation_rate"),
         **_use("lengths", "sequence_lengths", "seq_lens") | _use('padding="causal"', "causal"),
         "groups": "leave it out: call it for each group of features, or use torch.nn.functional.conv1d",
-        "activation": "apply it to the result",
+        "activation": "leave it out: apply it to the result",
     },
     "conv1d_max": {
         **_use("weight", "kernel", "filters", "w") | _use("x", "input") | _use("activation", "act", "nonlinearity"),

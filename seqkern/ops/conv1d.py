@@ -270,7 +270,7 @@ def _(x: Tensor, weight: Tensor, bias: Any, lengths: Any, stride: int, left: int
 def _outputs(rows: Any, weight: Tensor, stride: int, left: int, right: int, dilation: int) -> Any:
     if isinstance(rows, int) and rows == 0:
         return 0
-    return torch.sym_max(0, (rows + left + right - dilation * (weight.shape[1] - 1) - 1) // stride + 1)
+    return max(0, (rows + left + right - dilation * (weight.shape[1] - 1) - 1) // stride + 1)
 
 
 @torch.library.register_fake("seqkern::conv1d_bwd")
