@@ -239,52 +239,110 @@ void gradient_of_x(const char* op, const Arguments& a, const ProductKernels& pro
       });
 }
 
-// dW, in the accumulation type, and the bias's gradient, in double.
-void gradient_of_weight(const char* op, const Arguments& a, const ProductKernels& products, const Rows& upstream,
-                        void* target, double* of_bias) {
-  const int64_t batch = a.sequences.in.batch, depth = a.width * a.columns;
-  const Dtype acc = a.dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32;
-  const Numbered windows(batch, [&](int64_t b) { return a.outputs(b); });
-  const Rows rows{a.row(0, 0), a.row(1, 0) - a.row(0, 0), a.columns * a.size};
-  if (windows.total() == 0) std::memset(target, 0, static_cast<size_t>(a.filters * depth * size_of(acc)));
-  const Scratch of_outputs(checked_product({kChunkTerms, a.filters, a.size}, op));
-  const Scratch copies(checked_product({kChunkTerms, depth, a.size}, op));
-  std::vector<const void*> taken(kChunkTerms);
-  for (int64_t first = 0; first < windows.total(); first += kChunkTerms) {
-    const int64_t some = std::min(kChunkTerms, windows.total() - first);
-    torch::stable::parallel_for(0, some, 64, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        const auto [b, t] = windows.at(first + n);
-        const int64_t place = t * a.stride - a.left, length = a.sequences.in.length(b);
-        std::memcpy(static_cast<char*>(of_outputs.data()) + n * upstream.row_bytes, upstream.at(b, t, t + 1),
-                    static_cast<size_t>(upstream.row_bytes));
-        taken[n] = window_of(a.width, rows.row_bytes, static_cast<char*>(copies.data()) + n * depth * a.size,
-                             [&, b = b](int64_t k) { return rows.at(b, place + k * a.dilation, length); });
-      }
-    });
-    add_columns(products, {.dtype = a.dtype,
-                           .rows = some,
-                           .columns = a.filters,
-                           .source = of_outputs.data(),
-                           .stride = a.filters,
-                           .sums = of_bias});
-    if (depth == 0) continue;
-    const PackedMatrix packed =
-        pack(products, {.dtype = a.dtype, .depth = some, .columns = depth, .rows = taken.data()});
-    multiply(products, {.rows = a.filters,
-                        .columns = depth,
-                        .depth = some,
-                        .a_type = a.dtype,
-                        .a = of_outputs.data(),
-                        .a_row_stride = 1,
-                        .a_k_stride = a.filters,
-                        .packed_b = packed.data(),
-                        .c_type = acc,
-                        .c = target,
-                        .c_stride = depth,
-                        .accumulate = first > 0});
+// dW, in the accumulation type, and the bias's gradient, in double. The windows are divided into groups by their number
+// alone; a group adds up its own, in chunks, and the groups are added in order.
+template <class A>
+class WeightGradient {
+ public:
+  WeightGradient(const char* op, const Arguments& arguments, const ProductKernels& products, const Rows& upstream)
+      : a_(arguments),
+        products_(products),
+        upstream_(upstream),
+        rows_{a_.row(0, 0), a_.row(1, 0) - a_.row(0, 0), a_.columns * a_.size},
+        windows_(a_.sequences.in.batch, [&](int64_t b) { return a_.outputs(b); }),
+        depth_(a_.width * a_.columns),
+        numbers_(a_.filters * depth_) {
+    const int64_t most = std::max<int64_t>(1, kGroupNumbers / std::max<int64_t>(1, numbers_));
+    groups_ = std::clamp<int64_t>(blocks(windows_.total(), kChunkTerms), 1, std::min(kGroups, most));
+    whole_ = blocks(windows_.total(), groups_);
+    matrix_ = {.dtype = a_.dtype, .depth = kChunkTerms, .columns = depth_, .rows = nullptr};
+    pointer_bytes_ = piece_bytes(kChunkTerms * static_cast<int64_t>(sizeof(void*)));
+    output_bytes_ = piece_bytes(checked_product({kChunkTerms, a_.filters, a_.size}, op));
+    copy_bytes_ = piece_bytes(checked_product({kChunkTerms, depth_, a_.size}, op));
+    checked_product({groups_, numbers_, 8}, op);
   }
-}
+
+  void run(A* target, double* of_bias) const {
+    const Scratch partial(groups_ > 1 ? groups_ * numbers_ * static_cast<int64_t>(sizeof(A)) : 0);
+    std::vector<double> sums(static_cast<size_t>(groups_ * a_.filters), 0.0);
+    const auto place = [&](int64_t group) {
+      return groups_ > 1 ? static_cast<A*>(partial.data()) + group * numbers_ : target;
+    };
+    const int64_t packed = piece_bytes(products_.packed_bytes(matrix_));
+    const int64_t scratch =
+        pointer_bytes_ + output_bytes_ + copy_bytes_ + packed + products_.multiply_scratch(a_.dtype);
+    const double work = static_cast<double>(windows_.total()) * static_cast<double>(numbers_);
+    for_small_items(groups_, work, scratch, [&](int64_t group, void* memory) {
+      const int64_t end = std::min(windows_.total(), (group + 1) * whole_);
+      if (group * whole_ >= end) std::fill(place(group), place(group) + numbers_, A(0));
+      for (int64_t first = group * whole_; first < end; first += kChunkTerms)
+        add(first, std::min(kChunkTerms, end - first), first > group * whole_, place(group),
+            sums.data() + group * a_.filters, static_cast<char*>(memory));
+    });
+    for (int64_t group = 0; group < groups_; ++group)
+      for (int64_t c = 0; c < a_.filters; ++c) of_bias[c] += sums[group * a_.filters + c];
+    if (groups_ == 1) return;
+    torch::stable::parallel_for(0, numbers_, 1 << 14, [&](int64_t begin, int64_t end) {
+      std::copy(place(0) + begin, place(0) + end, target + begin);
+      for (int64_t group = 1; group < groups_; ++group)
+        for (int64_t i = begin; i < end; ++i) target[i] += place(group)[i];
+    });
+  }
+
+ private:
+  static constexpr int64_t kGroups = 16, kGroupNumbers = 1 << 24;
+
+  // Adds the windows first, ..., first + some - 1, or begins with them.
+  void add(int64_t first, int64_t some, bool accumulate, A* target, double* of_bias, char* memory) const {
+    const void** const taken = reinterpret_cast<const void**>(memory);
+    char* const outputs = memory + pointer_bytes_;
+    char* const copies = outputs + output_bytes_;
+    char* const packed = copies + copy_bytes_;
+    for (int64_t n = 0; n < some; ++n) {
+      const auto [b, t] = windows_.at(first + n);
+      const int64_t place = t * a_.stride - a_.left, length = a_.sequences.in.length(b);
+      std::memcpy(outputs + n * upstream_.row_bytes, upstream_.at(b, t, t + 1),
+                  static_cast<size_t>(upstream_.row_bytes));
+      taken[n] = window_of(a_.width, rows_.row_bytes, copies + n * depth_ * a_.size,
+                           [&, b = b](int64_t k) { return rows_.at(b, place + k * a_.dilation, length); });
+    }
+    products_.add_columns({.dtype = a_.dtype,
+                           .rows = some,
+                           .columns = a_.filters,
+                           .source = outputs,
+                           .stride = a_.filters,
+                           .sums = of_bias},
+                          0, a_.filters);
+    if (depth_ == 0) return;
+    Matrix windows = matrix_;
+    windows.depth = some, windows.rows = taken;
+    for (int64_t item = 0, items = products_.pack_items(windows); item < items; ++item)
+      products_.pack(windows, packed, item);
+    Product product{.rows = a_.filters,
+                    .columns = depth_,
+                    .depth = some,
+                    .a_type = a_.dtype,
+                    .a = outputs,
+                    .a_row_stride = 1,
+                    .a_k_stride = a_.filters,
+                    .packed_b = packed,
+                    .c_type = sizeof(A) == 8 ? Dtype::f64 : Dtype::f32,
+                    .c = target,
+                    .c_stride = depth_,
+                    .accumulate = accumulate};
+    char* const scratch = packed + piece_bytes(products_.packed_bytes(matrix_));
+    for (int64_t item = 0, items = products_.cut(product, 1); item < items; ++item)
+      products_.multiply(product, item, scratch);
+  }
+
+  const Arguments& a_;
+  const ProductKernels& products_;
+  Rows upstream_, rows_;
+  Numbered windows_;
+  int64_t depth_, numbers_, groups_, whole_;
+  Matrix matrix_;
+  int64_t pointer_bytes_, output_bytes_, copy_bytes_;
+};
 
 std::tuple<Tensor, Tensor, Tensor> conv1d_bwd(const Tensor& grad_output, const Tensor& x, const Tensor& weight,
                                               const std::optional<Tensor>& lengths, int64_t stride, int64_t left,
@@ -314,7 +372,10 @@ std::tuple<Tensor, Tensor, Tensor> conv1d_bwd(const Tensor& grad_output, const T
   if (need_weight && a.filters > 0) {
     double* const of_bias = static_cast<double*>(grad_bias.mutable_data_ptr());
     std::fill(of_bias, of_bias + a.filters, 0.0);
-    gradient_of_weight(op, a, products, upstream, grad_weight.mutable_data_ptr(), of_bias);
+    void* const target = grad_weight.mutable_data_ptr();
+    if (a.dtype == Dtype::f64)
+      WeightGradient<double>(op, a, products, upstream).run(static_cast<double*>(target), of_bias);
+    else WeightGradient<float>(op, a, products, upstream).run(static_cast<float*>(target), of_bias);
   }
   return {grad_x, grad_weight, grad_bias};
 }
