@@ -44,8 +44,9 @@ std::tuple<Tensor, Tensor> sequence_pool_fwd(const Tensor& x, const std::optiona
                       .index = extreme(kind) ? static_cast<int32_t*>(index.mutable_data_ptr()) : nullptr};
   const PoolKernels& kernels = pool_kernels();
   const int64_t width = kernels.columns(dtype), strips = (columns + width - 1) / width;
-  const double work = static_cast<double>(s.total + batch) * static_cast<double>(columns) *
-                      (kind == static_cast<int64_t>(PoolKind::logsumexp) ? 16 : 2);
+  const PoolKind pool = f.of.kind;
+  const double read = static_cast<double>(pool == PoolKind::first || pool == PoolKind::last ? batch : s.total + batch);
+  const double work = read * static_cast<double>(columns) * (pool == PoolKind::logsumexp ? 16 : 2);
   for_small_items(batch * strips, work, 0, [&](int64_t item, void*) {
     const int64_t begin = item % strips * width;
     kernels.forward(f, item / strips, begin, std::min(columns, begin + width));

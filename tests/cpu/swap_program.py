@@ -28,7 +28,7 @@ MODULES = {
 }
 FUNCTIONS = ["scaled_dot_product_attention", "layer_norm", "rms_norm"]
 # Of the same name, but with arguments of their own: docs/guide.md says so.
-OTHERS = {"cross_entropy", "embedding", "linear_cross_entropy"}
+OTHERS = {"conv1d", "cross_entropy", "embedding", "linear_cross_entropy"}
 
 
 def models():
