@@ -21,7 +21,7 @@
 // The sums are of g / 4.
 #include "additive_attention/additive_attention.h"
 #include "scratch.h"
-#include "simd.h"
+#include "vectors.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -43,23 +43,6 @@ template <class A>
 constexpr A small_limit = A(0.5);
 // What is kept of a key.
 enum Form : uint8_t { kWild = 0, kExp = 1, kSmall = 2 };
-
-template <class A, class Body>
-SK_INLINE void for_vectors(int64_t columns, const Body& body) {
-  int64_t c = 0;
-  for (; c + W<A> <= columns; c += W<A>) body(c, int64_t{W<A>});
-  if (c < columns) body(c, columns - c);
-}
-
-// The same, and a quarter of the derivative 1 - tanh^2 = 4 X / (X + 1)^2 with X = exp(2(a + k)): it keeps its relative
-// accuracy in both tails, where 1 - tanh^2 would cancel.
-template <class A, bool Small>
-SK_INLINE Vec<A> tanh_of(Vec<A> e, Vec<A> less, Vec<A> key, Vec<A>& quarter) {
-  const Vec<A> product = Small ? e * key + e : e * key;
-  const Vec<A> u = Small ? e * key + less : product - A(1), inverse = reciprocal(product + A(1));
-  quarter = product * inverse * inverse;
-  return u * inverse;
-}
 
 // Whether a row's numbers are at most a limit in magnitude; a NaN is not.
 template <class A>
@@ -91,6 +74,16 @@ SK_INLINE Vec<A> tanh_of(Vec<A> e, Vec<A> less, Vec<A> key) {
   return u / x;
 }
 
+// The same, and a quarter of the derivative 1 - tanh^2 = 4 X / (X + 1)^2 with X = exp(2(a + k)): it keeps its relative
+// accuracy in both tails, where 1 - tanh^2 would cancel.
+template <class A, bool Small>
+SK_INLINE Vec<A> tanh_of(Vec<A> e, Vec<A> less, Vec<A> key, Vec<A>& quarter) {
+  const Vec<A> product = Small ? e * key + e : e * key;
+  const Vec<A> u = Small ? e * key + less : product - A(1), inverse = reciprocal(product + A(1));
+  quarter = product * inverse * inverse;
+  return u * inverse;
+}
+
 // Sums of the lanes of `count` vectors, a multiple of the lanes. The order is the same for each of them.
 template <class A>
 SK_INLINE void lane_sums(const Vec<A>* v, int count, A* sums) {
@@ -103,6 +96,7 @@ SK_INLINE void lane_sums(const Vec<A>* v, int count, A* sums) {
     store(sums + first, square[0]);
   }
 }
+
 // Prepared keys from `first` on: strips of a vector for each key, and each key's form.
 template <class A>
 struct Keys {

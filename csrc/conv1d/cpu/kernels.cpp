@@ -7,31 +7,11 @@
 //   g = dy activation'(z),    dx[t + k] += g weight[c, k],    dweight[c, k] += g x[t + k],    t the window of the
 //   maximum
 #include "conv1d/conv1d.h"
-#include "simd.h"
+#include "vectors.h"
 
 namespace seqkern {
 namespace SK_TIER {
 namespace {
-
-template <class A, class Body>
-SK_INLINE void for_vectors(int64_t columns, const Body& body) {
-  int64_t c = 0;
-  for (; c + W<A> <= columns; c += W<A>) body(c, int64_t{W<A>});
-  if (c < columns) body(c, columns - c);
-}
-
-SK_INLINE vi32 load_index(const int32_t* p, int64_t n, float) {
-  vi32 v{};
-  if (n >= W<float>) __builtin_memcpy(&v, p, sizeof(v));
-  else
-    for (int64_t i = 0; i < n; ++i) v[i] = p[i];
-  return v;
-}
-SK_INLINE vi64 load_index(const int32_t* p, int64_t n, double) {
-  vi64 v{};
-  for (int64_t i = 0; i < n; ++i) v[i] = p[i];
-  return v;
-}
 
 template <class A>
 void largest_rows(const MaxRows& m) {

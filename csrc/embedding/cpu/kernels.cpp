@@ -7,19 +7,11 @@
 #include "embedding/embedding.h"
 #include "philox.h"
 #include "scratch.h"
-#include "simd.h"
+#include "vectors.h"
 
 namespace seqkern {
 namespace SK_TIER {
 namespace {
-
-// Calls body(c, n) for the vectors of a row: n numbers from c on.
-template <class A, class Body>
-SK_INLINE void for_vectors(int64_t columns, const Body& body) {
-  int64_t c = 0;
-  for (; c + W<A> <= columns; c += W<A>) body(c, int64_t{W<A>});
-  if (c < columns) body(c, columns - c);
-}
 
 // s of a token, to `row`, and its sum.
 template <class T, class P>

@@ -4,7 +4,7 @@
 // A sequence's own rows alone are read. Sums are in the accumulation type, in blocks of rows. Of equal numbers the
 // first is the largest, and a NaN is larger and smaller than any number, as torch's max and min have it.
 #include "sequence_pool/sequence_pool.h"
-#include "simd.h"
+#include "vectors.h"
 
 namespace seqkern {
 namespace SK_TIER {
@@ -12,13 +12,6 @@ namespace {
 
 constexpr int64_t kBlock = 64;  // rows that are summed before the sum is added to others
 constexpr int kVectors = static_cast<int>(kPoolVectors);
-
-template <class A, class Body>
-SK_INLINE void for_vectors(int64_t begin, int64_t end, const Body& body) {
-  int64_t c = begin;
-  for (; c + W<A> <= end; c += W<A>) body(c, int64_t{W<A>});
-  if (c < end) body(c, end - c);
-}
 
 // Columns [c, c + C vectors), of which a single vector may have only n numbers.
 template <class T, int C>
@@ -168,20 +161,6 @@ void forward_sequence(const PoolForward& f, int64_t b, int64_t begin, int64_t en
   int64_t c = begin;
   for (; c + kVectors * W<A> <= end; c += kVectors * W<A>) forward_columns<T, kVectors>(f, b, c, W<A>);
   for (; c < end; c += W<A>) forward_columns<T, 1>(f, b, c, end - c < W<A> ? end - c : W<A>);
-}
-
-// The int32 numbers at p, in lanes as wide as A's.
-SK_INLINE vi32 load_index(const int32_t* p, int64_t n, float) {
-  vi32 v{};
-  if (n >= W<float>) __builtin_memcpy(&v, p, sizeof(v));
-  else
-    for (int64_t i = 0; i < n; ++i) v[i] = p[i];
-  return v;
-}
-SK_INLINE vi64 load_index(const int32_t* p, int64_t n, double) {
-  vi64 v{};
-  for (int64_t i = 0; i < n; ++i) v[i] = p[i];
-  return v;
 }
 
 template <class T>
