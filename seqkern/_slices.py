@@ -44,6 +44,12 @@ ALL = (
         functions=("additive_attention",),
     ),
     Slice(
+        name="attention_rnn",
+        ops=("attention_rnn_fwd", "attention_rnn_bwd"),
+        functions=("attention_rnn",),
+        own_bf16=True,
+    ),
+    Slice(
         name="sequence_pool",
         ops=("sequence_pool_fwd", "sequence_pool_bwd"),
         functions=("sequence_pool",),

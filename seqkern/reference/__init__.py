@@ -2,6 +2,7 @@
 
 from seqkern.reference.additive_attention import additive_attention, additive_scores
 from seqkern.reference.attention import attention
+from seqkern.reference.attention_rnn import attention_rnn
 from seqkern.reference.attention_scores import attention_scores
 from seqkern.reference.attention_varlen import attention_varlen
 from seqkern.reference.attention_weights import attention_weights
@@ -25,6 +26,7 @@ __all__ = [
     "additive_attention",
     "additive_scores",
     "attention",
+    "attention_rnn",
     "attention_scores",
     "attention_varlen",
     "attention_weights",

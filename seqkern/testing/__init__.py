@@ -36,6 +36,7 @@ from seqkern import _library
 from seqkern.testing._checks import Case, ErrorReport, assert_passed, check_case, compare, poison, run
 from seqkern.testing.additive_attention import additive_attention_case
 from seqkern.testing.attention import attention_case, attention_decode_case
+from seqkern.testing.attention_rnn import attention_rnn_case
 from seqkern.testing.beam_step import beam_step_case
 from seqkern.testing.conv1d import conv1d_case, conv1d_max_case
 from seqkern.testing.cross_entropy import cross_entropy_case
@@ -52,10 +53,10 @@ from seqkern.testing.sequence_pool import sequence_pool_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "additive_attention_case", "assert_passed",
-    "attention_case", "attention_decode_case", "beam_step_case", "check_case", "compare", "conv1d_case",
-    "conv1d_max_case", "cross_entropy_case", "embedding_case", "ffn_case", "filter_logits_case", "glu_case",
-    "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case", "run",
-    "sequence_pool_case", "verify",
+    "attention_case", "attention_decode_case", "attention_rnn_case", "beam_step_case", "check_case", "compare",
+    "conv1d_case", "conv1d_max_case", "cross_entropy_case", "embedding_case", "ffn_case", "filter_logits_case",
+    "glu_case", "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case",
+    "run", "sequence_pool_case", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -64,6 +65,8 @@ CASES: dict[str, Case] = {
     "attention_decode": attention_decode_case(),
     "additive_attention": additive_attention_case(),
     "additive_attention_options": additive_attention_case(mask="added", return_weights=True, return_lse=True),
+    "attention_rnn": attention_rnn_case(),
+    "attention_rnn_options": attention_rnn_case(cell="gru", order="luong", score="dot", mask=True),
     "sequence_pool": sequence_pool_case(),
     "sequence_pool_options": sequence_pool_case("logsumexp", packed=True),
     "conv1d": conv1d_case(),
@@ -110,7 +113,8 @@ def verify(
 
     Args:
         op: "attention", "attention_varlen", "attention_decode" (no gradients), "additive_attention",
-            "additive_attention_options", "sequence_pool", "sequence_pool_options", "conv1d", "conv1d_options",
+            "additive_attention_options", "attention_rnn", "attention_rnn_options", "sequence_pool",
+            "sequence_pool_options", "conv1d", "conv1d_options",
             "conv1d_max", "conv1d_max_options", "layer_norm", "rms_norm",
             "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
