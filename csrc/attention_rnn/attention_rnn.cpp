@@ -1,7 +1,10 @@
-// A recurrent decoder that attends in every step, on CPU, host side. A worker has some sequences of the batch, and
-// takes all of their steps: no step waits for another worker. Its products have the worker's rows.
+// A recurrent decoder that attends in every step, on CPU, host side.
 //
-// What is saved in the accumulation type lies step by step, (steps, batch, .), so that a worker's rows are neighbours.
+// A step is cut into turns, which need all of the turn before: products with the weights, of which every worker has its
+// own columns, and with them its own part of the weights in cache, for all rows; and between them what belongs to rows
+// (the cell, attention), of which every worker has its own. The workers of a share of the rows are a team (rnn/team.h).
+//
+// What is saved in the accumulation type lies step by step, (steps, batch, .), so that rows of a step are neighbours.
 #include "attention_rnn.h"
 
 #include <algorithm>
@@ -12,6 +15,7 @@
 #include "parallel.h"
 #include "products.h"
 #include "rnn/problem.h"
+#include "rnn/team.h"
 #include "rnn_cell/rnn_cell.h"
 #include "scratch.h"
 
@@ -37,6 +41,21 @@ struct Steps {
 
 // Rows of dtype for products, by their addresses.
 using Addresses = std::vector<const void*>;
+
+struct Range {
+  int64_t begin, rows;
+};
+// What a worker does of a turn: `all` are the rows of its share, for products; `own` those that are its own.
+struct Part {
+  Range all, own;
+  int64_t index;
+  void* scratch;
+};
+
+// A share has so many rows, at least; and more where there are so many weights that what each worker reads of them in a
+// step, all of them or its part, decides. Another worker is worth so many multiply-adds a step. Measurements: NOTES.md.
+constexpr int64_t kShareRows = 16, kLargeShareRows = 64, kLarge = int64_t{1} << 21;
+constexpr double kGrainStep = 1 << 18;
 
 // The checked arguments, and what the kernels read of the keys, for the time of a call.
 class Decoder {
@@ -119,19 +138,37 @@ class Decoder {
       p.mask_batch = g.mask->stride(0), p.mask_row = g.mask->stride(1), p.mask_column = g.mask->stride(2);
     }
     prepare_keys();
+    const int64_t threads = torch::stable::get_num_threads();
+    const int64_t weights = gates * (hidden + fed) + outputs * (columns + hidden) + (w_query_ ? channels * hidden : 0);
+    shares = std::clamp<int64_t>(batch / (weights < kLarge ? kShareRows : kLargeShareRows), 1, threads);
+    const auto workers = static_cast<int64_t>(work() / kGrainStep / static_cast<double>(shares));
+    members = std::clamp<int64_t>(workers, 1, threads / shares);
   }
   Decoder(const Decoder&) = delete;
 
-  // Calls body(first, count) for each worker's sequences.
-  template <class Body>
-  void for_workers(const Body& body) const {
+  // Multiply-adds of a step.
+  double work() const {
     const auto times = [](int64_t a, int64_t b) { return static_cast<double>(a) * static_cast<double>(b); };
     const double row = times(gates, hidden + fed) + times(outputs, columns + hidden) +
                        (w_query_ ? times(channels, hidden) : 0) + times(keys, 4 * channels + columns);
-    const int64_t workers = times(batch, steps) * row < 2 * kGrainWork ? 1 : worker_count(batch);
-    for_items_on(workers, workers, 0, [&](int64_t worker, void*) {
-      const int64_t begin = batch * worker / workers, end = batch * (worker + 1) / workers;
-      body(begin, end - begin);
+    return static_cast<double>(batch) * row;
+  }
+  // Calls turn(part, number) for the turns of every share of the rows, and each part of them.
+  template <class Turn>
+  void for_turns(int64_t turns, int64_t scratch_bytes, const Turn& turn) const {
+    std::vector<Team> teams;
+    for (int64_t i = 0; i < shares; ++i) teams.emplace_back(members);
+    const int64_t items = shares * members;
+    const Scratch scratch(scratch_bytes, worker_count(items));
+    parallel_workers(items, [&](WorkQueue& queue, int64_t worker) {
+      for (int64_t item; queue.take(item);) {
+        const int64_t share = item / members, first = batch * share / shares, last = batch * (share + 1) / shares;
+        teams[static_cast<size_t>(share)].run(turns, item % members, [&](int64_t number, int64_t block) {
+          const int64_t begin = first + (last - first) * block / members;
+          const int64_t end = first + (last - first) * (block + 1) / members;
+          turn(Part{{first, last - first}, {begin, end - begin}, block, scratch.piece(worker)}, number);
+        });
+      }
     });
   }
   int64_t product_scratch() const {
@@ -167,6 +204,7 @@ class Decoder {
   const bool lstm = cell == Cell::lstm;
   int64_t batch, keys, channels, columns, hidden, gates, saved, outputs = 0, fed = 0;
   int64_t padded = 0, padded_keys = 0;
+  int64_t shares = 1, members = 1;  // of the rows; workers of each
   const AttentionRnnKernels& kernels = attention_rnn_kernels();
   const AdditiveKernels& additive = additive_kernels();
   const RnnCellKernels& cells = rnn_cell_kernels();
@@ -201,50 +239,83 @@ class Decoder {
 };
 
 // A packed right operand: weights W (outputs, inputs), of which columns [first, first + count) count, for y = x W^T or,
-// backward, for dx = dy W.
+// backward, for dx = dy W. Its columns are cut into a piece for each worker of a team.
 class Weights {
  public:
   Weights(const Decoder& d, const MaybeTensor& w, int64_t first, int64_t count, bool backward) : of_(d) {
     if (!w) return;
     depth_ = backward ? w->size(0) : count, columns_ = backward ? count : w->size(0);
-    if (columns_)
-      packed_.emplace(pack(d.products, {.dtype = d.dtype,
-                                        .data = static_cast<const char*>(w->const_data_ptr()) + first * d.size,
-                                        .k_stride = backward ? w->stride(0) : 1,
-                                        .n_stride = backward ? 1 : w->stride(0),
-                                        .depth = depth_,
-                                        .columns = columns_}));
+    const int64_t k_stride = backward ? w->stride(0) : 1, n_stride = backward ? 1 : w->stride(0);
+    const int64_t panels = (columns_ + kPanelColumns - 1) / kPanelColumns;
+    for (int64_t piece = 0; piece < d.members; ++piece) {
+      const int64_t begin = panels * piece / d.members * kPanelColumns;
+      const int64_t end = std::min(columns_, panels * (piece + 1) / d.members * kPanelColumns);
+      const char* const data = static_cast<const char*>(w->const_data_ptr()) + (first + begin * n_stride) * d.size;
+      const Matrix b{.dtype = d.dtype,
+                     .data = data,
+                     .k_stride = k_stride,
+                     .n_stride = n_stride,
+                     .depth = depth_,
+                     .columns = std::max<int64_t>(end - begin, 0)};
+      pieces_.push_back({begin, b.columns, b.columns ? pack(d.products, b) : PackedMatrix()});
+    }
   }
-  // c = rows times the weights + bias, or that added to c, in the accumulation type; scratch: of products.
-  void rows(const Addresses& a, void* c, int64_t stride, const MaybeTensor& bias, bool accumulate,
-            void* scratch) const {
-    Product p = product(static_cast<int64_t>(a.size()), of_.dtype, bias);
-    p.a_rows = a.data(), p.c_type = of_.wide, p.c = c, p.c_stride = stride, p.accumulate = accumulate;
-    run(p, scratch);
+  // A part's columns of C = rows times the weights + bias, or of that added to C; C is a matrix of the accumulation
+  // type of all rows of the batch.
+  void rows(const Part& part, const Addresses& a, void* c, const MaybeTensor& bias, bool accumulate) const {
+    Product p{.rows = part.all.rows,
+              .columns = 0,
+              .depth = depth_,
+              .a_type = of_.dtype,
+              .packed_b = nullptr,
+              .c_type = of_.wide};
+    p.a_rows = a.data();
+    to_matrix(p, part, c, bias, accumulate);
   }
   // The same to rows of dtype.
-  void rows(const Addresses& a, void* const* c, const MaybeTensor& bias, void* scratch) const {
-    Product p = product(static_cast<int64_t>(a.size()), of_.dtype, bias);
-    p.a_rows = a.data(), p.c_type = of_.dtype, p.c_rows = c;
-    run(p, scratch);
+  void rows(const Part& part, const Addresses& a, const Steps& to, int64_t t, const MaybeTensor& bias) const {
+    if (pieces_.empty()) return;
+    const Piece& piece = pieces_[static_cast<size_t>(part.index)];
+    std::vector<void*> targets(static_cast<size_t>(part.all.rows));
+    for (int64_t r = 0; r < part.all.rows; ++r)
+      targets[static_cast<size_t>(r)] = static_cast<char*>(to.at(part.all.begin + r, t)) + piece.begin * of_.size;
+    Product p{.rows = part.all.rows,
+              .columns = piece.columns,
+              .depth = depth_,
+              .a_type = of_.dtype,
+              .packed_b = piece.packed.data(),
+              .c_type = of_.dtype};
+    p.a_rows = a.data(), p.c_rows = targets.data(), p.bias = bias_at(bias, piece.begin);
+    run(p, part.scratch);
   }
-  // A matrix of the accumulation type times the weights.
-  void matrix(int64_t count, const void* a, int64_t a_stride, void* c, int64_t stride, bool accumulate,
-              void* scratch) const {
-    Product p = product(count, of_.wide, std::nullopt);
-    p.a = a, p.a_row_stride = a_stride, p.c_type = of_.wide, p.c = c, p.c_stride = stride, p.accumulate = accumulate;
-    run(p, scratch);
+  // The same of a matrix of the accumulation type.
+  void matrix(const Part& part, const void* a, void* c, bool accumulate) const {
+    Product p{.rows = part.all.rows,
+              .columns = 0,
+              .depth = depth_,
+              .a_type = of_.wide,
+              .packed_b = nullptr,
+              .c_type = of_.wide};
+    p.a = static_cast<const char*>(a) + part.all.begin * depth_ * of_.wide_size, p.a_row_stride = depth_;
+    to_matrix(p, part, c, std::nullopt, accumulate);
   }
 
  private:
-  Product product(int64_t rows, Dtype a_type, const MaybeTensor& bias) const {
-    return {.rows = rows,
-            .columns = columns_,
-            .depth = depth_,
-            .a_type = a_type,
-            .packed_b = packed_ ? packed_->data() : nullptr,
-            .bias = data_or_null(bias),
-            .c_type = of_.wide};
+  static constexpr int64_t kPanelColumns = 64;  // whole panels in every tier
+  struct Piece {
+    int64_t begin, columns;
+    PackedMatrix packed;
+  };
+  const void* bias_at(const MaybeTensor& bias, int64_t column) const {
+    return bias ? static_cast<const char*>(bias->const_data_ptr()) + column * of_.wide_size : nullptr;
+  }
+  void to_matrix(Product& p, const Part& part, void* c, const MaybeTensor& bias, bool accumulate) const {
+    if (pieces_.empty()) return;
+    const Piece& piece = pieces_[static_cast<size_t>(part.index)];
+    p.columns = piece.columns, p.packed_b = piece.packed.data(), p.bias = bias_at(bias, piece.begin);
+    p.c = static_cast<char*>(c) + (part.all.begin * columns_ + piece.begin) * of_.wide_size, p.c_stride = columns_;
+    p.accumulate = accumulate;
+    run(p, part.scratch);
   }
   void run(Product& p, void* scratch) const {
     if (p.rows == 0 || p.columns == 0 || (p.depth == 0 && p.accumulate)) return;
@@ -254,58 +325,67 @@ class Weights {
 
   const Decoder& of_;
   int64_t depth_ = 0, columns_ = 0;
-  std::optional<PackedMatrix> packed_;
+  std::vector<Piece> pieces_;
 };
 
-// What a worker of either pass has: matrices of the accumulation type with a row for each of its sequences.
-class Worker {
+// Moves rows between matrices of the accumulation type, of all rows of the batch, and rows of dtype.
+class Mover {
  public:
-  Worker(const Decoder& d, int64_t first, int64_t count) : of(d), begin(first), rows(count), list_(size_t_of(count)) {}
-  Worker(const Worker&) = delete;
+  Mover(const Decoder& d, const Range& range) : of_(d), range_(range), list_(static_cast<size_t>(range.rows)) {}
 
-  static size_t size_t_of(int64_t n) { return static_cast<size_t>(n); }
   // The addresses of rows for which at(b) gives them. They are valid until the next call.
   template <class At>
   const Addresses& addresses(const At& at) {
-    for (int64_t r = 0; r < rows; ++r) list_[size_t_of(r)] = at(begin + r);
+    for (int64_t r = 0; r < range_.rows; ++r) list_[static_cast<size_t>(r)] = at(range_.begin + r);
     return list_;
-  }
-  void* const* targets(const Steps& s, int64_t t) {
-    addresses([&](int64_t b) { return s.at(b, t); });
-    return const_cast<void* const*>(list_.data());
   }
   const Addresses& step(const Steps& s, int64_t t) {
     return addresses([&](int64_t b) { return s.at(b, t); });
   }
-  // matrix = rows
-  void gather(const Addresses& from, int64_t columns, void* to) const {
-    of.products.gather(
-        {.dtype = of.dtype, .count = rows, .columns = columns, .rows = from.data(), .out = to, .out_stride = columns},
-        0, rows);
+  // Of a tensor (batch, columns) in dtype.
+  const Addresses& rows(const MaybeTensor& t) {
+    return addresses([&](int64_t b) { return Decoder::row_of(t, b); });
   }
-  void scatter(const void* from, int64_t columns, void* const* to) const {
-    of.products.scatter({.source_type = of.wide,
-                         .source = from,
-                         .source_stride = columns,
-                         .dtype = of.dtype,
-                         .count = rows,
-                         .columns = columns,
-                         .rows = to},
-                        0, rows);
-  }
-  Rows rows_of(void* matrix, int64_t columns, const Addresses& from) const {
-    return {of.dtype, rows, columns, matrix, columns, from.data()};
-  }
-  // The part of a tensor (steps, batch, columns) of the accumulation type that is this worker's, at step t.
-  char* saved(const Tensor& t, int64_t step) const {
-    return static_cast<char*>(const_cast<void*>(t.const_data_ptr())) +
-           (step * of.batch + begin) * t.size(2) * of.wide_size;
+  void* const* targets(const Addresses& rows) const { return const_cast<void* const*>(rows.data()); }
+  char* row(void* matrix, int64_t columns) const {
+    return static_cast<char*>(matrix) + range_.begin * columns * of_.wide_size;
   }
 
-  const Decoder& of;
-  const int64_t begin, rows;
+  void gather(const Addresses& from, int64_t columns, void* matrix) const {
+    of_.products.gather({.dtype = of_.dtype,
+                         .count = range_.rows,
+                         .columns = columns,
+                         .rows = from.data(),
+                         .out = row(matrix, columns),
+                         .out_stride = columns},
+                        0, range_.rows);
+  }
+  void scatter(void* matrix, int64_t columns, const Addresses& to) const {
+    of_.products.scatter({.source_type = of_.wide,
+                          .source = row(matrix, columns),
+                          .source_stride = columns,
+                          .dtype = of_.dtype,
+                          .count = range_.rows,
+                          .columns = columns,
+                          .rows = targets(to)},
+                         0, range_.rows);
+  }
+  Rows both(void* matrix, int64_t columns, const Addresses& rows) const {
+    return {of_.dtype, range_.rows, columns, row(matrix, columns), columns, rows.data()};
+  }
+  void add(const Addresses& from, int64_t columns, void* matrix) const { of_.kernels.add(both(matrix, columns, from)); }
+  void zero(void* matrix, int64_t columns) const {
+    std::memset(row(matrix, columns), 0, static_cast<size_t>(range_.rows * columns * of_.wide_size));
+  }
+  // The rows of step t of a tensor (steps, batch, columns) in the accumulation type.
+  char* saved(const Tensor& s, int64_t t) const {
+    return static_cast<char*>(const_cast<void*>(s.const_data_ptr())) +
+           (t * of_.batch + range_.begin) * s.size(2) * of_.wide_size;
+  }
 
  private:
+  const Decoder& of_;
+  const Range range_;
   Addresses list_;
 };
 
@@ -317,11 +397,13 @@ struct Outputs {
   Tensor h, c_last, context, attended, query, weights, cells, activated;
 };
 
+// A step's turns, in Bahdanau's order: query, attend, gates, cell; in Luong's: gates, cell, query, attend, output.
+// Those of columns are query, gates and output.
 class Forward {
  public:
-  Forward(const Decoder& d, const Tensor& x_gates, const Outputs& out)
+  Forward(const Decoder& d, const Tensor& x_gates, const Outputs& results)
       : of(d),
-        out(out),
+        out(results),
         x(d.rows_of(x_gates)),
         h(d.rows_of(out.h)),
         context(d.rows_of(out.context)),
@@ -331,91 +413,111 @@ class Forward {
         recurrent(d, d.w_hh_, 0, d.hidden, false),
         project(d, d.w_query_, 0, d.hidden, false),
         of_context(d, d.w_out_, 0, d.columns, false),
-        of_state(d, d.w_out_, d.columns, d.hidden, false) {}
-
-  void run(int64_t begin, int64_t rows) const {
-    Worker w(of, begin, rows);
+        of_state(d, d.w_out_, d.columns, d.hidden, false) {
     Pieces sizes(nullptr);
-    pieces_of(sizes, rows);
-    const Scratch scratch(sizes.bytes());
-    Pieces pieces(scratch.data());
-    const Memory m = pieces_of(pieces, rows);
-    if (of.lstm) w.gather(w.addresses([&](int64_t b) { return Decoder::row_of(of.c_, b); }), of.hidden, m.c);
-    for (int64_t t = 0; t < of.steps; ++t) step(w, m, t);
-    if (!of.lstm) return;
-    const int64_t row_bytes = of.hidden * of.size;
-    std::vector<void*> last(static_cast<size_t>(rows));
-    for (int64_t r = 0; r < rows; ++r)
-      last[static_cast<size_t>(r)] =
-          static_cast<char*>(const_cast<void*>(out.c_last.const_data_ptr())) + (begin + r) * row_bytes;
-    w.scatter(w.saved(out.cells, of.steps - 1), of.hidden, last.data());
+    pieces_of(sizes);
+    memory_.emplace(sizes.bytes());
+    Pieces pieces(memory_->data());
+    m = pieces_of(pieces);
+  }
+
+  void run() {
+    using Turn = void (Forward::*)(const Part&, int64_t) const;
+    std::vector<Turn> turns;
+    if (of.luong) turns = {&Forward::gates, &Forward::cell};
+    if (of.w_query_) turns.push_back(&Forward::ask);
+    turns.push_back(&Forward::attend);
+    if (of.luong) turns.insert(turns.end(), {&Forward::output, &Forward::activate});
+    else turns.insert(turns.end(), {&Forward::gates, &Forward::cell});
+    const auto count = static_cast<int64_t>(turns.size());
+    of.for_turns(of.steps * count, std::max(of.product_scratch(), of.kernels.attend_scratch(of.attend.of)),
+                 [&](const Part& part, int64_t number) {
+                   (this->*turns[static_cast<size_t>(number % count)])(part, number / count);
+                 });
   }
 
  private:
   struct Memory {
-    void *x, *h_gates, *h, *h_new, *c, *output, *attend, *products;
+    void *x, *h_gates, *h, *h_new, *c, *output;
   };
-  Memory pieces_of(Pieces& pieces, int64_t rows) const {
-    const auto take = [&](int64_t count) -> void* { return pieces.take<char>(count * of.wide_size); };
-    return {.x = take(rows * of.gates),
-            .h_gates = take(rows * of.gates),
-            .h = take(rows * of.hidden),
-            .h_new = take(rows * of.hidden),
-            .c = take(rows * of.hidden),
-            .output = take(rows * of.outputs),
-            .attend = pieces.take<char>(of.kernels.attend_scratch(of.attend.of)),
-            .products = pieces.take<char>(of.product_scratch())};
+  Memory pieces_of(Pieces& pieces) const {
+    const auto take = [&](int64_t columns) -> void* { return pieces.take<char>(of.batch * columns * of.wide_size); };
+    return {.x = take(of.gates),
+            .h_gates = take(of.gates),
+            .h = take(of.hidden),
+            .h_new = take(of.hidden),
+            .c = take(of.hidden),
+            .output = take(of.outputs)};
   }
+  const void* before(int64_t b, int64_t t) const { return t ? h.at(b, t - 1) : Decoder::row_of(of.h_, b); }
+  const void* asking(int64_t b, int64_t t) const { return of.luong ? h.at(b, t) : before(b, t); }
 
-  void step(Worker& w, const Memory& m, int64_t t) const {
-    const auto before = [&](int64_t b) { return t ? h.at(b, t - 1) : Decoder::row_of(of.h_, b); };
-    if (!of.luong) attend(w, m, t, before);
-    w.gather(w.step(x, t), of.gates, m.x);
-    if (of.w_feed_ && of.fed) {
-      const auto fed = [&](int64_t b) -> const void* {
-        if (!of.luong) return context.at(b, t);
-        return t ? attended.at(b, t - 1) : Decoder::row_of(of.feed_, b);
-      };
-      feed.rows(w.addresses(fed), m.x, of.gates, std::nullopt, true, m.products);
+  void ask(const Part& part, int64_t t) const {
+    Mover all(of, part.all);
+    project.rows(part, all.addresses([&](int64_t b) { return asking(b, t); }), query, t, of.b_query_);
+  }
+  void attend(const Part& part, int64_t t) const {
+    const bool asks = of.w_query_.has_value();
+    for (int64_t b = part.own.begin; b < part.own.begin + part.own.rows; ++b) {
+      if (!asks && !of.luong) std::memcpy(query.at(b, t), asking(b, t), static_cast<size_t>(query.row_bytes));
+      of.kernels.attend(of.attend, b, t, asks || !of.luong ? query.at(b, t) : h.at(b, t), part.scratch);
     }
-    recurrent.rows(w.addresses(before), m.h_gates, of.gates, of.b_hh_, false, m.products);
-    if (!of.lstm) w.gather(w.addresses(before), of.hidden, m.h);
-    const RnnCellForward cell{.dtype = of.wide,
+  }
+  void gates(const Part& part, int64_t t) const {
+    Mover all(of, part.all);
+    const auto fed = [&](int64_t b) -> const void* {
+      if (!of.luong) return context.at(b, t);
+      return t ? attended.at(b, t - 1) : Decoder::row_of(of.feed_, b);
+    };
+    feed.rows(part, all.addresses(fed), m.x, std::nullopt, false);
+    recurrent.rows(part, all.addresses([&](int64_t b) { return before(b, t); }), m.h_gates, of.b_hh_, false);
+  }
+  void cell(const Part& part, int64_t t) const {
+    Mover own(of, part.own);
+    if (of.w_feed_) own.add(own.step(x, t), of.gates, m.x);
+    else own.gather(own.step(x, t), of.gates, m.x);
+    if (!of.lstm) own.gather(own.addresses([&](int64_t b) { return before(b, t); }), of.hidden, m.h);
+    if (of.lstm && t == 0) own.gather(own.rows(of.c_), of.hidden, m.c);
+    const RnnCellForward step{.dtype = of.wide,
                               .cell = of.cell,
                               .hidden = of.hidden,
-                              .x_gates = m.x,
-                              .h_gates = m.h_gates,
-                              .h = m.h,
-                              .c = t && of.lstm ? w.saved(out.cells, t - 1) : m.c,
-                              .h_new = m.h_new,
-                              .c_new = of.lstm ? w.saved(out.cells, t) : m.c,
-                              .activated = w.saved(out.activated, t)};
-    of.cells.forward(cell, 0, w.rows);
-    w.scatter(m.h_new, of.hidden, w.targets(h, t));
-    if (!of.luong) return;
-    attend(w, m, t, [&](int64_t b) { return h.at(b, t); });
-    of_context.rows(w.step(context, t), m.output, of.outputs, of.b_out_, false, m.products);
-    of_state.rows(w.step(h, t), m.output, of.outputs, std::nullopt, true, m.products);
-    of.kernels.tanh({of.dtype, w.rows, of.outputs, m.output, of.outputs, nullptr}, w.targets(attended, t));
-  }
-  template <class At>
-  void attend(Worker& w, const Memory& m, int64_t t, const At& state) const {
-    if (of.w_query_) {
-      std::vector<void*> to(static_cast<size_t>(w.rows));
-      for (int64_t r = 0; r < w.rows; ++r) to[static_cast<size_t>(r)] = query.at(w.begin + r, t);
-      project.rows(w.addresses(state), to.data(), of.b_query_, m.products);
-    } else if (!of.luong) {
-      for (int64_t b = w.begin; b < w.begin + w.rows; ++b)
-        std::memcpy(query.at(b, t), state(b), static_cast<size_t>(query.row_bytes));
+                              .x_gates = own.row(m.x, of.gates),
+                              .h_gates = own.row(m.h_gates, of.gates),
+                              .h = own.row(m.h, of.hidden),
+                              .c = t && of.lstm ? own.saved(out.cells, t - 1) : own.row(m.c, of.hidden),
+                              .h_new = own.row(m.h_new, of.hidden),
+                              .c_new = of.lstm ? own.saved(out.cells, t) : own.row(m.c, of.hidden),
+                              .activated = own.saved(out.activated, t)};
+    of.cells.forward(step, 0, part.own.rows);
+    own.scatter(m.h_new, of.hidden, own.step(h, t));
+    if (of.lstm && t == of.steps - 1) {
+      const MaybeTensor last = out.c_last;
+      of.products.scatter({.source_type = of.wide,
+                           .source = step.c_new,
+                           .source_stride = of.hidden,
+                           .dtype = of.dtype,
+                           .count = part.own.rows,
+                           .columns = of.hidden,
+                           .rows = own.targets(own.rows(last))},
+                          0, part.own.rows);
     }
-    const Steps& queries = of.w_query_ || !of.luong ? query : h;
-    for (int64_t b = w.begin; b < w.begin + w.rows; ++b) of.kernels.attend(of.attend, b, t, queries.at(b, t), m.attend);
+  }
+  void output(const Part& part, int64_t t) const {
+    Mover all(of, part.all);
+    of_context.rows(part, all.step(context, t), m.output, of.b_out_, false);
+    of_state.rows(part, all.step(h, t), m.output, std::nullopt, true);
+  }
+  void activate(const Part& part, int64_t t) const {
+    Mover own(of, part.own);
+    of.kernels.tanh(own.both(m.output, of.outputs, own.step(attended, t)), own.targets(own.step(attended, t)));
   }
 
   const Decoder& of;
   const Outputs& out;
   const Steps x, h, context, attended, query;
   const Weights feed, recurrent, project, of_context, of_state;
+  std::optional<Scratch> memory_;
+  Memory m{};
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_rnn_fwd(
@@ -445,8 +547,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> atten
   if (B && T) {
     d.attend.probabilities = const_cast<void*>(out.weights.const_data_ptr());
     d.attend.context = const_cast<void*>(out.context.const_data_ptr());
-    const Forward forward(d, x, out);
-    d.for_workers([&](int64_t begin, int64_t rows) { forward.run(begin, rows); });
+    Forward(d, x, out).run();
   }
   return {out.h, out.c_last, out.context, out.attended, out.query, out.weights, out.cells, out.activated};
 }
@@ -465,137 +566,148 @@ struct Gradients {
   Tensor x_gates, h_gates, key, value, h, c, feed, query, output, context;
 };
 
+// A step's turns, in Luong's order: output's gradient, its products, attention, the query's product, cell, gates'
+// products; in Bahdanau's: cell, gates' products, attention, the query's product.
 class Backward {
  public:
-  Backward(const Decoder& d, const GradAttend& attend, const Saved& saved, const Gradients& out)
+  Backward(const Decoder& d, const GradAttend& attend, const Saved& saved, const Gradients& results)
       : of(d),
         attention(attend),
         in(saved),
-        grads(out),
+        out(results),
         h(d.rows_of(saved.h)),
         attended(d.rows_of(saved.attended)),
-        query(d.rows_of(saved.query)),
+        query(d.w_query_ || !d.luong ? d.rows_of(saved.query) : h),
         grad_query(d.rows_of(out.query)),
         feed(d, d.w_feed_, 0, d.fed, true),
         recurrent(d, d.w_hh_, 0, d.hidden, true),
         project(d, d.w_query_, 0, d.hidden, true),
         of_context(d, d.w_out_, 0, d.columns, true),
-        of_state(d, d.w_out_, d.columns, d.hidden, true) {}
-
-  void run(int64_t begin, int64_t rows) const {
-    Worker w(of, begin, rows);
+        of_state(d, d.w_out_, d.columns, d.hidden, true) {
     Pieces sizes(nullptr);
-    pieces_of(sizes, rows);
-    const Scratch scratch(sizes.bytes());
-    Pieces pieces(scratch.data());
-    Memory m = pieces_of(pieces, rows);
-    const auto zero = [&](void* to, int64_t columns) {
-      std::memset(to, 0, static_cast<size_t>(rows * columns * of.wide_size));
-    };
-    const auto start = [&](const MaybeTensor& t, void* to) {
-      w.gather(w.addresses([&](int64_t b) { return Decoder::row_of(t, b); }), of.hidden, to);
-    };
-    zero(m.grad_h, of.hidden), zero(m.output, of.outputs);
-    start(in.grad_c, m.grad_c);
-    if (of.lstm) start(of.c_, m.c);
-    for (int64_t t = of.steps - 1; t >= 0; --t) step(w, m, t);
-    const auto finish = [&](const void* from, const Tensor& to) {
-      const int64_t columns = to.size(1);
-      std::vector<void*> addresses(static_cast<size_t>(rows));
-      for (int64_t r = 0; r < rows; ++r)
-        addresses[static_cast<size_t>(r)] =
-            static_cast<char*>(const_cast<void*>(to.const_data_ptr())) + (begin + r) * columns * of.size;
-      w.scatter(from, columns, addresses.data());
-    };
-    finish(m.grad_h, grads.h);
-    if (of.lstm) finish(m.grad_c, grads.c);
-    if (of.luong && of.w_feed_) finish(m.output, grads.feed);
-    for (int64_t b = begin; b < begin + rows; ++b)
-      of.kernels.finish(attention, b, queries().data);
+    pieces_of(sizes);
+    memory_.emplace(sizes.bytes());
+    Pieces pieces(memory_->data());
+    m = pieces_of(pieces);
+  }
+
+  void run() {
+    using Turn = void (Backward::*)(const Part&, int64_t) const;
+    std::vector<Turn> turns;
+    if (of.luong) turns = {&Backward::output, &Backward::output_products};
+    else turns = {&Backward::cell, &Backward::gate_products};
+    turns.push_back(&Backward::attend);
+    if (of.w_query_) turns.push_back(&Backward::query_products);
+    if (of.luong) turns.insert(turns.end(), {&Backward::cell, &Backward::gate_products});
+    const auto count = static_cast<int64_t>(turns.size()), last = of.steps * count + 1;
+    const int64_t scratch = std::max(of.product_scratch(), of.kernels.attend_scratch(of.attend.of));
+    of.for_turns(last + 1, scratch, [&](const Part& part, int64_t number) {
+      if (number == 0) return begin(part);
+      if (number == last) return end(part);
+      (this->*turns[static_cast<size_t>((number - 1) % count)])(part, of.steps - 1 - (number - 1) / count);
+    });
   }
 
  private:
-  // `grad_h` and `grad_c` are those of the states after the step; `output` is that of the attended state.
+  // grad_h[t % 2] and grad_c[t % 2] are those of the states after step t; output is the attended state's.
   struct Memory {
-    void *x, *h_gates, *h, *c, *grad_h, *grad_h_prev, *grad_c, *grad_c_prev, *context, *output, *attend, *products;
+    void *x, *h_gates, *h, *c, *grad_h[2], *grad_c[2], *context, *output;
   };
-  Memory pieces_of(Pieces& pieces, int64_t rows) const {
-    const auto take = [&](int64_t count) -> void* { return pieces.take<char>(rows * count * of.wide_size); };
+  Memory pieces_of(Pieces& pieces) const {
+    const auto take = [&](int64_t columns) -> void* { return pieces.take<char>(of.batch * columns * of.wide_size); };
     return {.x = take(of.gates),
             .h_gates = take(of.gates),
             .h = take(of.hidden),
             .c = take(of.hidden),
-            .grad_h = take(of.hidden),
-            .grad_h_prev = take(of.hidden),
-            .grad_c = take(of.hidden),
-            .grad_c_prev = take(of.hidden),
+            .grad_h = {take(of.hidden), take(of.hidden)},
+            .grad_c = {take(of.hidden), take(of.hidden)},
             .context = take(of.columns),
-            .output = take(of.outputs),
-            .attend = pieces.take<char>(of.kernels.attend_scratch(of.attend.of)),
-            .products = pieces.take<char>(of.product_scratch())};
+            .output = take(of.outputs)};
   }
-  const Steps& queries() const { return of.w_query_ || !of.luong ? query : h; }
+  // Of the state that step t begins with.
+  void* grad_before(void* const (&states)[2], int64_t t) const { return states[(t + 1) % 2]; }
 
-  void step(Worker& w, Memory& m, int64_t t) const {
-    const auto add = [&](const MaybeTensor& t_rows, int64_t columns, void* to) {
-      if (t_rows) of.kernels.add(w.rows_of(to, columns, w.step(of.rows_of(*t_rows), t)));
-    };
-    const auto keep = [&](const void* from, const Tensor& to) {
-      w.scatter(from, to.size(2), w.targets(of.rows_of(to), t));
-    };
-    add(in.grad_h, of.hidden, m.grad_h);
-    if (of.luong) {
-      add(in.grad_attended, of.outputs, m.output);
-      of.kernels.grad_tanh(w.rows_of(m.output, of.outputs, w.step(attended, t)));
-      keep(m.output, grads.output);
-      of_context.matrix(w.rows, m.output, of.outputs, m.context, of.columns, false, m.products);
-      of_state.matrix(w.rows, m.output, of.outputs, m.grad_h, of.hidden, true, m.products);
-      attend(w, m, t, m.grad_h);
-    }
+  void begin(const Part& part) const {
+    Mover own(of, part.own);
+    own.zero(grad_before(m.grad_h, of.steps), of.hidden);
+    own.gather(own.rows(in.grad_c), of.hidden, grad_before(m.grad_c, of.steps));
+    own.zero(m.output, of.outputs);
+    if (of.lstm) own.gather(own.rows(of.c_), of.hidden, m.c);
+  }
+  void end(const Part& part) const {
+    Mover own(of, part.own);
+    own.scatter(grad_before(m.grad_h, 0), of.hidden, own.rows(out.h));
+    if (of.lstm) own.scatter(grad_before(m.grad_c, 0), of.hidden, own.rows(out.c));
+    if (of.luong && of.w_feed_) own.scatter(m.output, of.fed, own.rows(out.feed));
+    for (int64_t b = part.own.begin; b < part.own.begin + part.own.rows; ++b)
+      of.kernels.finish(attention, b, query.data);
+  }
+  void output(const Part& part, int64_t t) const {
+    Mover own(of, part.own);
+    if (in.grad_attended) own.add(own.step(of.rows_of(*in.grad_attended), t), of.outputs, m.output);
+    of.kernels.grad_tanh(own.both(m.output, of.outputs, own.step(attended, t)));
+    own.scatter(m.output, of.outputs, own.step(of.rows_of(out.output), t));
+    if (in.grad_h) own.add(own.step(of.rows_of(*in.grad_h), t), of.hidden, m.grad_h[t % 2]);
+  }
+  void output_products(const Part& part, int64_t t) const {
+    of_context.matrix(part, m.output, m.context, false);
+    of_state.matrix(part, m.output, m.grad_h[t % 2], true);
+  }
+  // From the context's gradient to the query's, and without a product further to the state's.
+  void attend(const Part& part, int64_t t) const {
+    Mover own(of, part.own);
+    if (in.grad_context) own.add(own.step(of.rows_of(*in.grad_context), t), of.columns, m.context);
+    own.scatter(m.context, of.columns, own.step(of.rows_of(out.context), t));
+    for (int64_t b = part.own.begin; b < part.own.begin + part.own.rows; ++b)
+      of.kernels.grad_attend(attention, b, t, query.at(b, t), part.scratch);
+    if (!of.w_query_) own.add(own.step(grad_query, t), of.hidden, asked(t));
+  }
+  void query_products(const Part& part, int64_t t) const {
+    Mover all(of, part.all);
+    project.rows(part, all.step(grad_query, t), asked(t), std::nullopt, true);
+  }
+  // The gradient of the state that attention of step t was asked with.
+  void* asked(int64_t t) const { return of.luong ? m.grad_h[t % 2] : grad_before(m.grad_h, t); }
+
+  void cell(const Part& part, int64_t t) const {
+    Mover own(of, part.own);
+    if (in.grad_h && !of.luong) own.add(own.step(of.rows_of(*in.grad_h), t), of.hidden, m.grad_h[t % 2]);
     if (!of.lstm)
-      w.gather(w.addresses([&](int64_t b) { return t ? h.at(b, t - 1) : Decoder::row_of(of.h_, b); }), of.hidden, m.h);
-    const RnnCellBackward cell{.dtype = of.wide,
+      own.gather(own.addresses([&](int64_t b) { return t ? h.at(b, t - 1) : Decoder::row_of(of.h_, b); }), of.hidden,
+                 m.h);
+    const RnnCellBackward step{.dtype = of.wide,
                                .cell = of.cell,
                                .hidden = of.hidden,
-                               .grad_h = m.grad_h,
-                               .grad_c = of.lstm ? m.grad_c : nullptr,
-                               .h = m.h,
+                               .grad_h = own.row(m.grad_h[t % 2], of.hidden),
+                               .grad_c = of.lstm ? own.row(m.grad_c[t % 2], of.hidden) : nullptr,
+                               .h = own.row(m.h, of.hidden),
                                .c = !of.lstm ? nullptr
-                                    : t      ? w.saved(in.cells, t - 1)
-                                             : m.c,
-                               .c_new = of.lstm ? w.saved(in.cells, t) : nullptr,
-                               .activated = w.saved(in.activated, t),
-                               .grad_x_gates = m.x,
-                               .grad_h_gates = m.h_gates,
-                               .grad_h_prev = m.grad_h_prev,
-                               .grad_c_prev = m.grad_c_prev};
-    of.cells.backward(cell, 0, w.rows);
-    keep(m.x, grads.x_gates);
-    if (!of.lstm) keep(m.h_gates, grads.h_gates);
-    recurrent.matrix(w.rows, of.lstm ? m.x : m.h_gates, of.gates, m.grad_h_prev, of.hidden, !of.lstm, m.products);
-    if (of.w_feed_) feed.matrix(w.rows, m.x, of.gates, of.luong ? m.output : m.context, of.fed, false, m.products);
-    else std::memset(m.output, 0, static_cast<size_t>(w.rows * of.outputs * of.wide_size));
-    if (!of.luong) attend(w, m, t, m.grad_h_prev);
-    std::swap(m.grad_h, m.grad_h_prev);
-    std::swap(m.grad_c, m.grad_c_prev);
+                                    : t      ? own.saved(in.cells, t - 1)
+                                             : own.row(m.c, of.hidden),
+                               .c_new = of.lstm ? own.saved(in.cells, t) : nullptr,
+                               .activated = own.saved(in.activated, t),
+                               .grad_x_gates = own.row(m.x, of.gates),
+                               .grad_h_gates = own.row(m.h_gates, of.gates),
+                               .grad_h_prev = own.row(grad_before(m.grad_h, t), of.hidden),
+                               .grad_c_prev = own.row(grad_before(m.grad_c, t), of.hidden)};
+    of.cells.backward(step, 0, part.own.rows);
+    own.scatter(m.x, of.gates, own.step(of.rows_of(out.x_gates), t));
+    if (!of.lstm) own.scatter(m.h_gates, of.gates, own.step(of.rows_of(out.h_gates), t));
+    if (of.luong && !of.w_feed_) own.zero(m.output, of.outputs);
   }
-  // From the context's gradient: what the state that asked gets.
-  void attend(Worker& w, const Memory& m, int64_t t, void* grad_state) const {
-    if (in.grad_context) of.kernels.add(w.rows_of(m.context, of.columns, w.step(of.rows_of(*in.grad_context), t)));
-    w.scatter(m.context, of.columns, w.targets(of.rows_of(grads.context), t));
-    for (int64_t b = w.begin; b < w.begin + w.rows; ++b)
-      of.kernels.grad_attend(attention, b, t, queries().at(b, t), m.attend);
-    const Addresses& asked = w.step(grad_query, t);
-    if (of.w_query_) project.rows(asked, grad_state, of.hidden, std::nullopt, true, m.products);
-    else of.kernels.add(w.rows_of(grad_state, of.hidden, asked));
+  void gate_products(const Part& part, int64_t t) const {
+    recurrent.matrix(part, of.lstm ? m.x : m.h_gates, grad_before(m.grad_h, t), !of.lstm);
+    feed.matrix(part, m.x, of.luong ? m.output : m.context, false);
   }
 
   const Decoder& of;
   const GradAttend& attention;
   const Saved& in;
-  const Gradients& grads;
+  const Gradients& out;
   const Steps h, attended, query, grad_query;
   const Weights feed, recurrent, project, of_context, of_state;
+  std::optional<Scratch> memory_;
+  Memory m{};
 };
 
 template <class A>
@@ -672,10 +784,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                           .grad_scores = grad_scores.data(),
                           .key_sums = key_sums.data(),
                           .weight_sums = weight_sums.data()};
-  if (B) {
-    const Backward backward(d, attend, saved, out);
-    d.for_workers([&](int64_t begin, int64_t rows) { backward.run(begin, rows); });
-  }
+  if (B) Backward(d, attend, saved, out).run();
   if (weight) {
     if (d.dtype == Dtype::f64) sum_sequences<double>(weight_sums.data(), B, d.padded, d.channels, address(grad_weight));
     else sum_sequences<float>(weight_sums.data(), B, d.padded, d.channels, address(grad_weight));
