@@ -85,13 +85,13 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
   // attention_rnn: csrc/attention_rnn, kernels/attention_rnn.py, seqkern/ops/attention_rnn.py. cells and activated are
   // (steps, batch, .); weights, cells and activated are in the accumulation type.
   m.def(
-      "attention_rnn_fwd(Tensor x_gates, Tensor key, Tensor value, Tensor h, Tensor? c, Tensor? feed, Tensor? w_feed, "
+      "attention_rnn_fwd(Tensor x_gates, Tensor key, Tensor value, Tensor h, Tensor? c, Tensor? feed, Tensor w_feed, "
       "Tensor w_hh, Tensor? b_hh, Tensor? w_query, Tensor? b_query, Tensor? weight, Tensor? w_out, Tensor? b_out, "
       "Tensor? key_lengths, Tensor? mask, float scale, int cell, bool luong) -> (Tensor h, Tensor c_last, "
       "Tensor context, Tensor attended, Tensor query, Tensor weights, Tensor cells, Tensor activated)");
   m.def(
       "attention_rnn_bwd(Tensor? grad_h, Tensor? grad_c, Tensor? grad_context, Tensor? grad_attended, "
-      "Tensor? grad_weights, Tensor key, Tensor value, Tensor h0, Tensor? c0, Tensor? feed, Tensor? w_feed, "
+      "Tensor? grad_weights, Tensor key, Tensor value, Tensor h0, Tensor? c0, Tensor? feed, Tensor w_feed, "
       "Tensor w_hh, Tensor? w_query, Tensor? weight, Tensor? w_out, Tensor? key_lengths, Tensor? mask, float scale, "
       "int cell, bool luong, Tensor h, Tensor attended, Tensor query, Tensor weights, Tensor cells, "
       "Tensor activated) -> (Tensor grad_x_gates, Tensor grad_h_gates, Tensor grad_key, Tensor grad_value, "

@@ -108,7 +108,7 @@ def attention_rnn_fwd(
         if not luong:
             feed = ask(h, t)
         x = x_gates[:, t].to(acc)
-        if w_feed is not None and feed is not None:
+        if feed is not None:
             add_product(x := x.clone(), feed, w_feed.t())
         h_new, c_new, gates[t] = rnn_cell.rnn_cell_fwd(x, _linear(h, w_hh, b_hh), h.to(acc), wide_c, cell)
         if cell == LSTM:
@@ -170,15 +170,14 @@ def attention_rnn_bwd(
             of_h_gates[:, t] = of_h
         dh = product((of_gates if lstm else of_h_gates)[:, t], w_hh)
         dh = dh if lstm else dh + direct
-        of_feed = key.new_zeros(batch, outputs) if w_feed is None else product(of_gates[:, t], w_feed)
+        of_feed = product(of_gates[:, t], w_feed)
         if luong:
-            da = of_feed.to(acc)
+            da = of_feed
         else:
             dh = ask(of_feed, dh, t)
-    fed = luong and w_feed is not None
     return (
         of_gates, of_h_gates, sums[0].to(dtype), sums[1].to(dtype), dh.to(dtype), key.new_empty(0) if dc is None else
-        dc.to(dtype), da.to(dtype) if fed else key.new_empty(0), of_query, of_output, sums[2],
+        dc.to(dtype), da.to(dtype) if luong else key.new_empty(0), of_query, of_output, sums[2],
     )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ namespace {
 
 struct Given {
   const Tensor &key, &value, &h;
-  const MaybeTensor &c, &feed, &w_feed;
-  const Tensor& w_hh;
+  const MaybeTensor &c, &feed;
+  const Tensor &w_feed, &w_hh;
   const MaybeTensor &b_hh, &w_query, &b_query, &weight, &w_out, &b_out, &key_lengths, &mask;
   double scale;
   int64_t cell, steps;
@@ -71,8 +71,7 @@ class Decoder {
     saved = checked_product({saved_count(cell), hidden}, op);
     SK_CHECK(g.c.has_value() == lstm, op, ": c is for LSTM, which needs it");
     SK_CHECK(g.w_out.has_value() == luong, op, ": w_out is for Luong's order, which needs it");
-    SK_CHECK(luong || g.w_feed, op, ": w_feed is needed, for the context");
-    SK_CHECK(!g.feed || (luong && g.w_feed), op, ": feed is for Luong's order with w_feed");
+    SK_CHECK(!g.feed || luong, op, ": feed is for Luong's order");
     SK_CHECK(g.w_query || (!g.weight && channels == hidden), op,
              ": w_query may be left out only for products of the state with keys of its size");
     SK_CHECK(g.w_query || !g.b_query, op, ": b_query needs w_query");
@@ -80,7 +79,7 @@ class Decoder {
       check_dim(*g.w_out, 2, op, "w_out");
       outputs = g.w_out->size(0);
     }
-    if (g.w_feed) fed = luong ? outputs : columns;
+    fed = luong ? outputs : columns;
     const int64_t most = std::max({gates, saved, columns + hidden, outputs, channels, fed}) + 64;
     for (const int64_t rows : {steps, keys}) checked_product({batch + 1, rows + 64, most, 3 * wide_size}, op);
     checked_product({batch, steps + 64, keys + 64, wide_size}, op);
@@ -90,7 +89,7 @@ class Decoder {
     h_ = whole(g.h, {batch, hidden}, "h"), w_hh_ = last(g.w_hh, {gates, hidden}, "w_hh");
     if (g.c) c_ = whole(*g.c, {batch, hidden}, "c");
     if (g.feed) feed_ = whole(*g.feed, {batch, fed}, "feed");
-    if (g.w_feed) w_feed_ = last(*g.w_feed, {gates, fed}, "w_feed");
+    w_feed_ = last(g.w_feed, {gates, fed}, "w_feed");
     if (g.w_query) w_query_ = last(*g.w_query, {channels, hidden}, "w_query");
     if (g.w_out) w_out_ = last(*g.w_out, {outputs, columns + hidden}, "w_out");
     if (g.weight) weight_ = whole(*g.weight, {channels}, "weight");
@@ -474,8 +473,7 @@ class Forward {
   }
   void cell(const Part& part, int64_t t) const {
     Mover own(of, part.own);
-    if (of.w_feed_) own.add(own.step(x, t), of.gates, m.x);
-    else own.gather(own.step(x, t), of.gates, m.x);
+    own.add(own.step(x, t), of.gates, m.x);
     if (!of.lstm) own.gather(own.addresses([&](int64_t b) { return before(b, t); }), of.hidden, m.h);
     if (of.lstm && t == 0) own.gather(own.rows(of.c_), of.hidden, m.c);
     const RnnCellForward step{.dtype = of.wide,
@@ -522,7 +520,7 @@ class Forward {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_rnn_fwd(
     const Tensor& x_gates, const Tensor& key, const Tensor& value, const Tensor& h, const MaybeTensor& c,
-    const MaybeTensor& feed, const MaybeTensor& w_feed, const Tensor& w_hh, const MaybeTensor& b_hh,
+    const MaybeTensor& feed, const Tensor& w_feed, const Tensor& w_hh, const MaybeTensor& b_hh,
     const MaybeTensor& w_query, const MaybeTensor& b_query, const MaybeTensor& weight, const MaybeTensor& w_out,
     const MaybeTensor& b_out, const MaybeTensor& key_lengths, const MaybeTensor& mask, double scale, int64_t cell,
     bool luong) {
@@ -638,7 +636,7 @@ class Backward {
     Mover own(of, part.own);
     own.scatter(grad_before(m.grad_h, 0), of.hidden, own.rows(out.h));
     if (of.lstm) own.scatter(grad_before(m.grad_c, 0), of.hidden, own.rows(out.c));
-    if (of.luong && of.w_feed_) own.scatter(m.output, of.fed, own.rows(out.feed));
+    if (of.luong) own.scatter(m.output, of.fed, own.rows(out.feed));
     for (int64_t b = part.own.begin; b < part.own.begin + part.own.rows; ++b)
       of.kernels.finish(attention, b, query.data);
   }
@@ -693,7 +691,6 @@ class Backward {
     of.cells.backward(step, 0, part.own.rows);
     own.scatter(m.x, of.gates, own.step(of.rows_of(out.x_gates), t));
     if (!of.lstm) own.scatter(m.h_gates, of.gates, own.step(of.rows_of(out.h_gates), t));
-    if (of.luong && !of.w_feed_) own.zero(m.output, of.outputs);
   }
   void gate_products(const Part& part, int64_t t) const {
     recurrent.matrix(part, of.lstm ? m.x : m.h_gates, grad_before(m.grad_h, t), !of.lstm);
@@ -722,7 +719,7 @@ void sum_sequences(const void* sums, int64_t batch, int64_t stride, int64_t colu
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_rnn_bwd(
     const MaybeTensor& grad_h, const MaybeTensor& grad_c, const MaybeTensor& grad_context,
     const MaybeTensor& grad_attended, const MaybeTensor& grad_weights, const Tensor& key, const Tensor& value,
-    const Tensor& h0, const MaybeTensor& c0, const MaybeTensor& feed, const MaybeTensor& w_feed, const Tensor& w_hh,
+    const Tensor& h0, const MaybeTensor& c0, const MaybeTensor& feed, const Tensor& w_feed, const Tensor& w_hh,
     const MaybeTensor& w_query, const MaybeTensor& weight, const MaybeTensor& w_out, const MaybeTensor& key_lengths,
     const MaybeTensor& mask, double scale, int64_t cell, bool luong, const Tensor& h, const Tensor& attended,
     const Tensor& query, const Tensor& weights, const Tensor& cells, const Tensor& activated) {
@@ -761,7 +758,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                       .value = d.result({B, d.keys, d.columns}),
                       .h = d.result({B, d.hidden}),
                       .c = d.result({B, d.hidden}, d.lstm),
-                      .feed = d.result({B, d.fed}, luong && w_feed),
+                      .feed = d.result({B, d.fed}, luong),
                       .query = d.result({B, T, d.channels}),
                       .output = d.result({B, T, d.outputs}, luong),
                       .context = d.result({B, T, d.columns})};

@@ -142,7 +142,7 @@ def attention_rnn(
     if order not in ("bahdanau", "luong"):
         raise ValueError(f'{op}: order must be "bahdanau" or "luong", got {order!r}')
     luong, kind = order == "luong", CELLS[cell]
-    fed, outputs = _check_weights(
+    outputs = _check_weights(
         op, input, key, value, w_ih, w_hh, b_ih, b_hh, w_query, b_query, w_score, w_out, b_out, kind, luong,
         input_feeding,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def attention_rnn(
     inputs = input.shape[2]
     x_gates = F.linear(input, w_ih[:, :inputs], b_ih)
     arguments = (
-        x_gates, key, value, h, c, feed, w_ih[:, inputs:] if fed else None, w_hh, b_hh, w_query, b_query, w_score,
+        x_gates, key, value, h, c, feed, w_ih[:, inputs:], w_hh, b_hh, w_query, b_query, w_score,
         w_out, b_out, lengths, visible, float(scale), kind, luong,
     )  # fmt: skip
     if backend_for(op, input) == "reference":
@@ -206,8 +206,8 @@ def cost(
 def _check_weights(
     op: str, input: Any, key: Any, value: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, w_query: Any, b_query: Any,
     w_score: Any, w_out: Any, b_out: Any, cell: int, luong: bool, input_feeding: bool,
-) -> tuple[int, int]:  # fmt: skip
-    """How many features a step is fed, and how many the attended state has."""
+) -> int:  # fmt: skip
+    """How many features the attended state has."""
     check_tensor(op, "input", input, 3)
     for name, t in (("key", key), ("value", value)):
         check_tensor(op, name, t, 3)
@@ -247,7 +247,7 @@ def _check_weights(
     for name, t, shape in shapes:
         if t is not None or name in ("w_ih", "w_hh"):
             check_like(op, name, t, input, shape)
-    return fed, outputs
+    return outputs
 
 
 def _state(
@@ -467,7 +467,7 @@ class _AttentionRnnBackward(torch.autograd.Function):
         none = key.new_empty(0)
         return (
             of_x, of_key, of_value, of_h0, of_c0, of_feed,
-            none if w_feed is None else _outer(of_x, fed),
+            _outer(of_x, fed),
             _outer(of_h, before),
             none if b_hh is None else _total(of_h),
             none if w_query is None else _outer(of_query, asked),
@@ -530,7 +530,7 @@ _AttentionRnnEager, _AttentionRnnBackwardEager = eager(_AttentionRnn), eager(_At
 
 @torch.library.register_fake("seqkern::attention_rnn_fwd")
 def _(
-    x_gates: Tensor, key: Tensor, value: Tensor, h: Tensor, c: Any, feed: Any, w_feed: Any, w_hh: Tensor, b_hh: Any,
+    x_gates: Tensor, key: Tensor, value: Tensor, h: Tensor, c: Any, feed: Any, w_feed: Tensor, w_hh: Tensor, b_hh: Any,
     w_query: Any, b_query: Any, weight: Any, w_out: Any, b_out: Any, key_lengths: Any, mask: Any, scale: float,
     cell: int, luong: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -550,7 +550,7 @@ def _(
 @torch.library.register_fake("seqkern::attention_rnn_bwd")
 def _(
     grad_h: Any, grad_c: Any, grad_context: Any, grad_attended: Any, grad_weights: Any, key: Tensor, value: Tensor,
-    h0: Tensor, c0: Any, feed: Any, w_feed: Any, w_hh: Tensor, w_query: Any, weight: Any, w_out: Any, key_lengths: Any,
+    h0: Tensor, c0: Any, feed: Any, w_feed: Tensor, w_hh: Tensor, w_query: Any, weight: Any, w_out: Any, key_lengths: Any,
     mask: Any, scale: float, cell: int, luong: bool, h: Tensor, attended: Tensor, query: Tensor, weights: Tensor,
     cells: Tensor, activated: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -564,7 +564,7 @@ def _(
         value.new_empty(value.shape),
         key.new_empty((batch, hidden)),
         key.new_empty((batch, hidden) if cell == LSTM else 0),
-        key.new_empty((batch, outputs) if luong and w_feed is not None else 0),
+        key.new_empty((batch, outputs) if luong else 0),
         key.new_empty((batch, steps, key.shape[2])),
         key.new_empty((batch, steps, outputs) if luong else 0),
         key.new_empty(0 if weight is None else key.shape[2], dtype=accumulator(key.dtype)),

@@ -20,7 +20,10 @@ def attention_rnn_case(
     order: Literal["bahdanau", "luong"] = "bahdanau", score: str = "additive", input_feeding: bool = True,
     bias: bool = True, lengths: bool = True, mask: bool = False, state: bool = True, scale: float = 1.0,
 ) -> Case:  # fmt: skip
-    """score: "additive", "projected" (products with projected queries) or "dot". scale: of the inputs."""
+    """score: "additive", "projected" (products with projected queries) or "dot". scale: of the inputs.
+
+    The weights do not enlarge a state's error from step to step: the error rule is about the kernels' own.
+    """
     luong, lstm = order == "luong", cell == "lstm"
     channels = hidden if score == "dot" else channels
     fed = (outputs if input_feeding else 0) if luong else columns
@@ -44,7 +47,7 @@ def attention_rnn_case(
 
     def make(g: torch.Generator) -> dict[str, Tensor]:
         return {
-            name: normal(g, *shape, scale=scale if name in ("input", "key", "value") else 2 * shape[-1] ** -0.5)
+            name: normal(g, *shape, scale=scale if name in ("input", "key", "value") else shape[-1] ** -0.5)
             for name, shape in shapes.items()
         }
 
@@ -109,7 +112,7 @@ def attention_rnn_case(
     def expected(**t: Tensor) -> Any:
         h, c, feed = start(t)
         x_gates = F.linear(t["input"], t["w_ih"][:, :inputs], t.get("b_ih"))
-        w_feed = t["w_ih"][:, inputs:] if fed else None
+        w_feed = t["w_ih"][:, inputs:] if not luong or input_feeding else None
         device = h.device
         return results(
             *reference.attention_rnn(
