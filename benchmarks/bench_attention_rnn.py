@@ -86,7 +86,7 @@ class Decoder:
 def test_attention_rnn(benchmark, part, shape, kind, dtype, device):
     batch, steps, keys, inputs, hidden, columns = shape
     cell, order, score = kind
-    decoder = Decoder(*kind, shape, dtype, device)
+    decoder = Decoder(cell, order, score, shape, dtype, device)
     make = forward_only if part == "forward" else forward_backward
     compete(
         benchmark,

@@ -13,7 +13,7 @@ from seqkern.ops.attention import (
     scaled_dot_product_attention,
 )
 from seqkern.ops.attention_decode import attention_decode
-from seqkern.ops.attention_rnn import AttentionRnnOutput, AttentionRnnState, attention_rnn
+from seqkern.ops.attention_rnn import attention_rnn
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.beam_step import beam_step
 from seqkern.ops.conv1d import conv1d
@@ -32,8 +32,6 @@ from seqkern.ops.sequence_pool import sequence_pool
 
 __version__ = "0.1.0"
 __all__ = [
-    "AttentionRnnOutput",
-    "AttentionRnnState",
     "add_layer_norm",
     "add_rms_norm",
     "additive_attention",

@@ -252,6 +252,26 @@ HINTS: dict[str, dict[str, str]] = {
         "key_padding_mask": "use mask=~key_padding_mask[:, None], where True is visible",
         "dropout_p": "leave it out: drop the output with torch.nn.functional.dropout",
     },
+    "attention_rnn": {
+        **_use("key_lengths", "lengths", "memory_lengths", "seq_lens", "encoder_lengths")
+        | _use("mask", "attn_mask", "attention_mask")
+        | _use("return_weights=True", "need_weights"),
+        **_use("state", "hx", "h0", "hidden", "initial_state") | _use("input", "x", "inputs"),
+        **_use('order="bahdanau" or "luong"', "attention_type", "kind") | _use("input_feeding", "input_feed"),
+        **_use("w_score", "v", "energy", "weight"),
+        "key_padding_mask": "use mask=~key_padding_mask[:, None], where True is visible",
+        "batch_first": "leave it out: the batch comes first",
+        "dropout": "leave it out: drop the output with torch.nn.functional.dropout",
+    },
+    "AttentionDecoder.__init__": {
+        **_use("input_dim", "input_size", "embed_dim", "emb_size") | _use("hidden_dim", "hidden_size", "units"),
+        **_use("key_dim", "kdim", "encoder_dim", "encoder_size") | _use("cell", "rnn_type", "mode", "kind"),
+        **_use("score", "attention", "attn_type", "attention_type") | _use("input_feeding", "input_feed"),
+        **_use("attention_dim", "attn_dim") | _use("output_dim", "output_size"),
+        "num_layers": "leave it out: put seqkern.nn.LSTM or GRU layers before or after it",
+        "batch_first": "leave it out: the batch comes first",
+        "dropout": "leave it out: drop the output with torch.nn.Dropout",
+    },
     "AdditiveAttention.__init__": {
         **_use("query_dim", "embed_dim", "query_size", "decoder_dim")
         | _use("key_dim", "kdim", "key_size", "encoder_dim"),

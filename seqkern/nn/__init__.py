@@ -2,6 +2,7 @@
 
 from seqkern.nn.attention import MultiheadAttention
 from seqkern.nn.attention_cache import AttentionCache, AttentionPages
+from seqkern.nn.attention_decoder import AttentionDecoder
 from seqkern.nn.cross_attention import AdditiveAttention, BilinearAttention, DotAttention
 from seqkern.nn.ffn import FeedForward
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -24,6 +25,7 @@ __all__ = [
     "AddRMSNorm",
     "AdditiveAttention",
     "AttentionCache",
+    "AttentionDecoder",
     "AttentionPages",
     "BilinearAttention",
     "DotAttention",

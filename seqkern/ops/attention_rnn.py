@@ -99,7 +99,7 @@ def attention_rnn(
         w_score: (D,) for additive scores, or None for products.
         w_out: (O, M + H) in Luong's order. b_out: (O,) or None.
         state: (h (B, H), c (B, H) or None, feed (B, O) or None) before the first step, or None for zeros: c is an
-            LSTM's, feed is a_{-1} of Luong's order with input feeding.
+            LSTM's, feed is a_{-1} of Luong's order with input feeding, zeros where it is None.
         cell: "lstm" or "gru".
         order: "bahdanau", who attends before the step, or "luong", who attends after it.
         input_feeding: whether a step of Luong's order takes the attended state of the one before.
@@ -133,7 +133,7 @@ def attention_rnn(
         (torch.Size([2, 5, 24]), torch.Size([2, 5, 32]), torch.Size([2, 24]))
     """
     if any(map(is_proxy, (input, key, value, w_ih, w_hh, w_query, w_score, w_out, key_lengths, mask))):
-        return record(attention_rnn, locals())  # type: ignore[no-any-return]
+        return record(attention_rnn, locals())
     if unexpected:
         refuse(attention_rnn, unexpected)
     op = "attention_rnn"
@@ -160,7 +160,7 @@ def attention_rnn(
         context, weights = _attend(
             states, key, value, w_query, b_query, w_score, scale, lengths, visible, return_weights
         )
-        output = F.linear(torch.cat([context, states], -1), w_out, b_out).tanh()  # type: ignore[arg-type]
+        output = F.linear(torch.cat([context, states], -1), w_out, b_out).tanh()
         last = states[:, -1] if states.shape[1] else h
         return AttentionRnnOutput(output, context, AttentionRnnState(last, c_last, None), weights)
     inputs = input.shape[2]
@@ -267,12 +267,14 @@ def _state(
         ("feed", feed, None if fed is None else (batch, fed), 'order="luong" with input feeding'),
     )
     for name, t, shape, whose in wanted:
+        if t is None and shape is not None and name == "feed":
+            continue
         if (t is None) != (shape is None):
             got = "None" if t is None else "a tensor" if isinstance(t, Tensor) else type(t).__name__
             raise ValueError(f"{op}: state.{name} is there for {whose}, and only then, got {got}")
         if shape is not None:
             check_like(op, f"state.{name}", t, input, shape)
-    return h, c, feed
+    return h, c, input.new_zeros(batch, fed) if fed is not None and feed is None else feed
 
 
 def _lengths(op: str, lengths: Any, input: Tensor) -> Tensor:
@@ -344,8 +346,7 @@ TENSORS = 14  # the differentiable ones of an op's arguments come first
 
 def _rounded(arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The reference's results as the op has them: h, c_last, context, attended, weights."""
-    *most, _, luong = arguments
-    h, c, context, attended, weights = reference.attention_rnn(*most, luong)
+    h, c, context, attended, weights = reference.attention_rnn(*arguments[:17], *arguments[18:])  # c shows the cell
     return h.to(dtype), c.to(dtype), context.to(dtype), attended.to(dtype), weights
 
 
@@ -550,9 +551,9 @@ def _(
 @torch.library.register_fake("seqkern::attention_rnn_bwd")
 def _(
     grad_h: Any, grad_c: Any, grad_context: Any, grad_attended: Any, grad_weights: Any, key: Tensor, value: Tensor,
-    h0: Tensor, c0: Any, feed: Any, w_feed: Tensor, w_hh: Tensor, w_query: Any, weight: Any, w_out: Any, key_lengths: Any,
-    mask: Any, scale: float, cell: int, luong: bool, h: Tensor, attended: Tensor, query: Tensor, weights: Tensor,
-    cells: Tensor, activated: Tensor,
+    h0: Tensor, c0: Any, feed: Any, w_feed: Tensor, w_hh: Tensor, w_query: Any, weight: Any, w_out: Any,
+    key_lengths: Any, mask: Any, scale: float, cell: int, luong: bool, h: Tensor, attended: Tensor, query: Tensor,
+    weights: Tensor, cells: Tensor, activated: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, steps, hidden = h.shape
     gates = (batch, steps, GATES[cell] * hidden)

@@ -18,25 +18,11 @@ from seqkern.reference.rnn_cell import gru_step, lstm_cell
 
 
 def attention_rnn(
-    x_gates: Tensor,
-    key: Tensor,
-    value: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    feed: Tensor | None,
-    w_feed: Tensor | None,
-    w_hh: Tensor,
-    b_hh: Tensor | None,
-    w_query: Tensor | None,
-    b_query: Tensor | None,
-    weight: Tensor | None,
-    w_out: Tensor | None,
-    b_out: Tensor | None,
-    key_lengths: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    luong: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x_gates: Tensor, key: Tensor, value: Tensor, h: Tensor, c: Tensor | None, feed: Tensor | None,
+    w_feed: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, w_query: Tensor | None, b_query: Tensor | None,
+    weight: Tensor | None, w_out: Tensor | None, b_out: Tensor | None, key_lengths: Tensor | None, mask: Tensor | None,
+    scale: float, luong: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x_gates (B, T, gates), the inputs' product; key (B, Tk, D), projected; value (B, Tk, M); states (B, H).
 
     With state s, feed f and the cell's step (an LSTM's if there is a c, else a GRU's) on x_gates + W_feed f, W_hh s:
@@ -52,12 +38,9 @@ def attention_rnn(
     """
     wide = torch.promote_types(x_gates.dtype, torch.float32)
 
-    def widened(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.to(wide)
-
     x_gates, key, value, h, w_hh = (t.to(wide) for t in (x_gates, key, value, h, w_hh))
-    c, feed, w_feed, b_hh, w_query, b_query, weight, w_out, b_out = map(
-        widened, (c, feed, w_feed, b_hh, w_query, b_query, weight, w_out, b_out)
+    c, feed, w_feed, b_hh, w_query, b_query, weight, w_out, b_out = (
+        None if t is None else t.to(wide) for t in (c, feed, w_feed, b_hh, w_query, b_query, weight, w_out, b_out)
     )
     batch, steps = x_gates.shape[:2]
     visible = torch.ones(batch, steps, key.shape[1], dtype=torch.bool, device=key.device)
@@ -76,38 +59,25 @@ def attention_rnn(
         found = _softmax(scores, visible[:, t])
         return (found[:, None] @ seen)[:, 0], found
 
-    states, contexts, attended, weights = [], [], [], []
+    rows = []
     for t in range(steps):
         if not luong:
             feed, found = attend(h, t)
-            contexts.append(feed)
-            weights.append(found)
         gates = x_gates[:, t] if w_feed is None or feed is None else x_gates[:, t] + F.linear(feed, w_feed)
         of_h = F.linear(h, w_hh, b_hh)
-        if c is None:
-            h = gru_step(gates, of_h, h)
-        else:
-            h, c = lstm_cell(gates, of_h, c)
-        states.append(h)
-        if luong:
-            assert w_out is not None
+        h, c = (gru_step(gates, of_h, h), None) if c is None else lstm_cell(gates, of_h, c)
+        context = feed
+        if luong and w_out is not None:
             context, found = attend(h, t)
             feed = F.linear(torch.cat([context, h], -1), w_out, b_out).tanh()
-            contexts.append(context)
-            weights.append(found)
-            attended.append(feed)
-    outputs = 0 if w_out is None else w_out.shape[0]
-    return (
-        _stacked(states, x_gates, h.shape[1]),
-        x_gates.new_empty(0) if c is None else c,
-        _stacked(contexts, x_gates, value.shape[2]),
-        _stacked(attended, x_gates, outputs) if luong else x_gates.new_empty(0),
-        _stacked(weights, x_gates, key.shape[1]),
-    )
-
-
-def _stacked(rows: list[Tensor], like: Tensor, columns: int) -> Tensor:
-    return torch.stack(rows, 1) if rows else like.new_zeros(like.shape[0], 0, columns)
+        rows.append((h, context, feed if luong else h[:, :0], found))
+    sizes = (h.shape[1], value.shape[2], 0 if w_out is None else w_out.shape[0], key.shape[1])
+    parts = list(zip(*rows, strict=True))
+    states, contexts, attended, weights = [torch.stack(each, 1) for each in parts] or [
+        x_gates.new_zeros(batch, 0, n) for n in sizes
+    ]
+    empty = x_gates.new_zeros(0)
+    return states, empty if c is None else c, contexts, attended if luong else empty, weights
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import seqkern
 from seqkern import reference
-from seqkern.ops.attention_rnn import cost
+from seqkern.ops.attention_rnn import AttentionRnnState, cost
 from seqkern.testing import attention_rnn_case, check_case, poison
 
 
@@ -154,7 +154,7 @@ def test_state_reordered_as_beams_are(order):
     found = seqkern.attention_rnn(**tensors, **options, state=state)
     rows = torch.tensor([1, 1])
     beams = chosen_rows(found.state, rows, 2, 0)
-    assert isinstance(beams, seqkern.AttentionRnnState)
+    assert isinstance(beams, AttentionRnnState)
     for before, after in zip(found.state, beams, strict=True):
         assert (before is None) == (after is None)
         assert before is None or torch.equal(after, before[rows])
@@ -525,10 +525,12 @@ def test_op_checks_its_arguments():
     good = [x, t["key"], t["value"], h, c, None, w_feed, t["w_hh"], t["b_hh"], t["w_query"], t["b_query"], t["w_score"],
             None, None, None, None, 1.0, 0, False]  # fmt: skip
     torch.ops.seqkern.attention_rnn_fwd(*good)
-    wrong = [(0, x[:, :, 1:], "x_gates"), (1, t["key"][:, :, 1:], "w_query"), (2, t["value"][:1], "value"),
-             (3, h[:, 1:], "w_hh"), (4, None, "c is for LSTM"), (5, h, "feed is for Luong"), (6, w_feed[:, 1:], "w_feed"),
-             (7, t["w_hh"][1:], "w_hh"), (9, None, "w_query may be left out"), (12, t["w_hh"], "w_out is for Luong"),
-             (17, 2, "cell must be"), (14, torch.ones(3).long(), "key_lengths"), (15, torch.ones(2, 3, 4), "mask")]  # fmt: skip
+    wrong = [
+        (0, x[:, :, 1:], "x_gates"), (1, t["key"][:, :, 1:], "w_query"), (2, t["value"][:1], "value"),
+        (3, h[:, 1:], "w_hh"), (4, None, "c is for LSTM"), (5, h, "feed is for Luong"), (6, w_feed[:, 1:], "w_feed"),
+        (7, t["w_hh"][1:], "w_hh"), (9, None, "w_query may be left out"), (12, t["w_hh"], "w_out is for Luong"),
+        (17, 2, "cell must be"), (14, torch.ones(3).long(), "key_lengths"), (15, torch.ones(2, 3, 4), "mask"),
+    ]  # fmt: skip
     for index, value, message in wrong:
         with pytest.raises(RuntimeError, match=message):
             torch.ops.seqkern.attention_rnn_fwd(*[value if i == index else g for i, g in enumerate(good)])

@@ -79,6 +79,21 @@ def additive_attention() -> tuple[Any, ...]:
     return op, *(draw(*shape) for shape in shapes)
 
 
+def attention_rnn() -> tuple[Any, ...]:
+    lengths = torch.tensor([3, 2])
+
+    def op(x, k, v, w_ih, w_hh, b, w_query, w_score, w_out, h, c, feed):
+        luong = seqkern.attention_rnn(
+            x, k, v, w_ih, w_hh, b, w_query=w_query, w_score=w_score, w_out=w_out, state=(h, c, feed), order="luong",
+            key_lengths=lengths, return_weights=True,
+        )  # fmt: skip
+        bahdanau = seqkern.attention_rnn(x, k, v, w_ih[:6], w_hh[:6], w_query=w_query, cell="gru")
+        return luong.output, luong.context, luong.weights, luong.state.c, bahdanau.output, bahdanau.context
+
+    shapes = [(2, 2, 2), (2, 3, 3), (2, 3, 2), (8, 4), (8, 2), (8,), (3, 2), (3,), (2, 4), (2, 2), (2, 2), (2, 2)]
+    return op, *(draw(*shape) for shape in shapes)
+
+
 def sequence_pool() -> tuple[Any, ...]:
     def op(x, packed):
         starts = torch.tensor([0, 1, 5])
@@ -205,9 +220,8 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
-        sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm, swiglu, geglu, rope,
-        cross_entropy,
-        linear_cross_entropy, linear_cross_entropy_mean,
+        attention_rnn, sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm,
+        swiglu, geglu, rope, cross_entropy, linear_cross_entropy, linear_cross_entropy_mean,
     )
 }  # fmt: skip
 OPS |= {name: recurrent(name) for name in GATES} | {f"{name}_cell": cell(name) for name in GATES}

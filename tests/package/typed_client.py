@@ -14,6 +14,7 @@ from typing_extensions import assert_type
 
 import seqkern
 from seqkern.nn import AddLayerNorm, AddRMSNorm
+from seqkern.ops.attention_rnn import AttentionRnnOutput, AttentionRnnState
 
 Pair = tuple[Tensor, Tensor]
 
@@ -58,6 +59,18 @@ def additive(wanted: bool) -> None:
     assert_type(attend.forward(q, memory, projected_key=keys), tuple[Tensor, Tensor | None])
     assert_type(seqkern.nn.BilinearAttention(8, 8).forward(q, memory, need_weights=True), tuple[Tensor, Tensor | None])
     assert_type(seqkern.nn.DotAttention(scale=None).forward(q, memory), tuple[Tensor, Tensor | None])
+
+
+def decoding() -> None:
+    x, memory, w = torch.randn(2, 3, 8), torch.randn(2, 6, 8), torch.randn(32, 16)
+    found = seqkern.attention_rnn(x, memory, memory, w, w[:, :8], return_weights=True, key_lengths=torch.tensor([6, 2]))
+    assert_type(found, AttentionRnnOutput)
+    assert_type(found.state, AttentionRnnState)
+    assert_type(found.state.c, Tensor | None)
+    decoder = seqkern.nn.AttentionDecoder(8, 8, 8, cell="gru", order="luong", score="bilinear")
+    keys = decoder.project_key(memory)
+    assert_type(decoder.forward(x, memory, projected_key=keys), AttentionRnnOutput)
+    assert_type(decoder.forward(x[:, 0], memory, state=(x[:, 0], None, None)).output, Tensor)
 
 
 def pooling() -> None:
@@ -242,6 +255,7 @@ def mistakes(x: Tensor, padding: Tensor) -> None:
 def main() -> None:
     attention(True)
     additive(True)
+    decoding()
     pooling()
     norms()
     recurrent(True)

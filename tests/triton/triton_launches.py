@@ -195,6 +195,18 @@ def additive_calls(quick: bool) -> Iterator[Call]:
                 yield f"additive_attention {number} {shape} {dtype}", partial(through_autograd, case, dtype)
 
 
+def decoder_calls(quick: bool) -> Iterator[Call]:
+    kinds: list[dict[str, Any]] = [
+        {"order": "luong", "mask": True}, {"cell": "gru"}, {"order": "luong", "score": "dot", "bias": False},
+        {"cell": "gru", "score": "projected", "lengths": False},
+    ]  # fmt: skip
+    for number, options in enumerate(kinds[:1] if quick else kinds):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for shape in [(3, 2, 11)] if quick else [(3, 2, 11), (1, 1, 1), (2, 2, 1100)]:
+                case = testing.attention_rnn_case(*shape, **options)
+                yield f"attention_rnn {number} {shape} {dtype}", partial(through_autograd, case, dtype)
+
+
 def pool_calls(quick: bool) -> Iterator[Call]:
     for kind in ["max"] if quick else KINDS:
         for dtype in [torch.bfloat16] if quick else DTYPES:
@@ -272,6 +284,7 @@ PARTS = {
     "ffn": ffn_calls,
     "embedding": embedding_calls,
     "additive_attention": additive_calls,
+    "attention_rnn": decoder_calls,
     "sequence_pool": pool_calls,
     "conv1d": convolution_calls,
     "rope": rope_calls,
