@@ -97,6 +97,12 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "Tensor activated) -> (Tensor grad_x_gates, Tensor grad_h_gates, Tensor grad_key, Tensor grad_value, "
       "Tensor grad_h0, Tensor grad_c0, Tensor grad_feed, Tensor grad_query, Tensor grad_output, Tensor grad_weight)");
 
+  // highway: csrc/highway, kernels/highway.py, seqkern/ops/highway.py: what follows the product
+  m.def("highway_fwd(Tensor candidate, Tensor gate, Tensor x, int activation) -> Tensor output");
+  m.def(
+      "highway_bwd(Tensor grad_output, Tensor candidate, Tensor gate, Tensor x, int activation) "
+      "-> (Tensor grad_candidate, Tensor grad_gate, Tensor grad_x)");
+
   // sequence_pool: csrc/sequence_pool, kernels/sequence_pool.py, seqkern/ops/sequence_pool.py
   m.def(
       "sequence_pool_fwd(Tensor x, Tensor? lengths, Tensor? starts, int kind, SymInt reversed) "

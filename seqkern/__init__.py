@@ -22,6 +22,7 @@ from seqkern.ops.cross_entropy import cross_entropy
 from seqkern.ops.embedding import embedding
 from seqkern.ops.ffn import ffn
 from seqkern.ops.glu import geglu, swiglu
+from seqkern.ops.highway import highway
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.linear_cross_entropy import linear_cross_entropy
 from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
@@ -52,6 +53,7 @@ __all__ = [
     "generate",
     "gru",
     "gru_cell",
+    "highway",
     "layer_norm",
     "linear_cross_entropy",
     "lstm",

@@ -279,6 +279,14 @@ HINTS: dict[str, dict[str, str]] = {
         "batch_first": "leave it out: the batch comes first",
         "dropout": "leave it out: drop the output with torch.nn.Dropout",
     },
+    "highway": {
+        **_use("x", "input", "inputs") | _use("activation", "act", "nonlinearity") | _use("weight", "w"),
+        "gate_bias": "leave it out: it is the second half of bias",
+    },
+    "Highway.__init__": {
+        **_use("dim", "input_dim", "input_size", "features") | _use("layers", "num_layers"),
+        **_use("activation", "act", "nonlinearity"),
+    },
     "sequence_pool": {
         **_use("kind", "mode", "reduce", "reduction", "pooling") | _use("x", "input", "hidden_states"),
         **_use("lengths", "sequence_lengths", "seq_lens") | _use("cu_seqlens", "offsets", "starts"),

@@ -37,6 +37,7 @@ ALL = (
     ),
     Slice(name="glu", ops=("glu_fwd", "glu_bwd"), functions=("swiglu", "geglu")),
     Slice(name="ffn", ops=("ffn_fwd", "ffn_bwd"), functions=("ffn",)),
+    Slice(name="highway", ops=("highway_fwd", "highway_bwd"), functions=("highway",)),
     Slice(name="embedding", ops=("embedding_fwd", "embedding_bwd"), functions=("embedding",)),
     Slice(
         name="additive_attention",

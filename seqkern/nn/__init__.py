@@ -5,6 +5,7 @@ from seqkern.nn.attention_cache import AttentionCache, AttentionPages
 from seqkern.nn.attention_decoder import AttentionDecoder
 from seqkern.nn.cross_attention import AdditiveAttention, BilinearAttention, DotAttention
 from seqkern.nn.ffn import FeedForward
+from seqkern.nn.highway import Highway
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from seqkern.nn.linear_cross_entropy import LinearCrossEntropy
 from seqkern.nn.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
@@ -31,6 +32,7 @@ __all__ = [
     "DotAttention",
     "FeedForward",
     "GRUCell",
+    "Highway",
     "LSTMCell",
     "LayerNorm",
     "LinearCrossEntropy",

@@ -13,6 +13,7 @@ from seqkern.reference.dropout import derived_seed, dropout, dropout_words, keep
 from seqkern.reference.embedding import embedding, sinusoids
 from seqkern.reference.ffn import ffn
 from seqkern.reference.glu import glu
+from seqkern.reference.highway import highway
 from seqkern.reference.layer_norm import add_layer_norm, layer_norm
 from seqkern.reference.linear_cross_entropy import logits
 from seqkern.reference.rnn import rnn, rnn_step
@@ -44,6 +45,7 @@ __all__ = [
     "glu",
     "gru_cell",
     "gru_step",
+    "highway",
     "keep_mask",
     "layer_norm",
     "logits",

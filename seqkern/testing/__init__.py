@@ -43,6 +43,7 @@ from seqkern.testing.cross_entropy import cross_entropy_case
 from seqkern.testing.embedding import embedding_case
 from seqkern.testing.ffn import ffn_case
 from seqkern.testing.glu import glu_case
+from seqkern.testing.highway import highway_case
 from seqkern.testing.layer_norm import add_layer_norm_case, layer_norm_case
 from seqkern.testing.linear_cross_entropy import linear_cross_entropy_case
 from seqkern.testing.rnn import ALL_OPTIONS, rnn_case
@@ -55,8 +56,8 @@ __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "additive_attention_case", "assert_passed",
     "attention_case", "attention_decode_case", "attention_rnn_case", "beam_step_case", "check_case", "compare",
     "conv1d_case", "conv1d_max_case", "cross_entropy_case", "embedding_case", "ffn_case", "filter_logits_case",
-    "glu_case", "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case", "rnn_cell_case", "rope_case",
-    "run", "sequence_pool_case", "verify",
+    "glu_case", "highway_case", "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case",
+    "rnn_cell_case", "rope_case", "run", "sequence_pool_case", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -81,6 +82,8 @@ CASES: dict[str, Case] = {
     "geglu": glu_case("geglu"),
     "ffn": ffn_case(),
     "ffn_options": ffn_case("swiglu", bias=False, recompute=True),
+    "highway": highway_case(),
+    "highway_options": highway_case(activation="tanh"),
     "embedding": embedding_case(),
     "rope": rope_case(),
     "cross_entropy": cross_entropy_case(),
@@ -116,7 +119,8 @@ def verify(
             "additive_attention_options", "attention_rnn", "attention_rnn_options", "sequence_pool",
             "sequence_pool_options", "conv1d", "conv1d_options",
             "conv1d_max", "conv1d_max_options", "layer_norm", "rms_norm",
-            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options", "embedding", "rope";
+            "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options",
+            "highway", "highway_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
             gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,
             "lstm_options" or "gru_options".

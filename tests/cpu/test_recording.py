@@ -99,6 +99,7 @@ CALLS = {
     "merge_attention": (lambda f, x: f(x, Q[..., 0], x, Q[..., 1]), Q),
     "additive_attention": (lambda f, x: f(x, x, x, W[0], mask=torch.eye(6).bool()), Q),
     "attention_rnn": (lambda f, x: f(x, x, x, torch.cat([W, W], 1), W, order="bahdanau", scale=0.5), Q[0]),
+    "highway": (lambda f, x: f(x, W[:8], BIAS[:8], "tanh"), Q),
     "sequence_pool": (lambda f, x: f(x, [3, 6], "max"), Q[0]),
     "conv1d": (lambda f, x: f(x, W.view(8, 2, 4), padding="causal", lengths=[3, 6]), Q[0]),
     "conv1d_max": (lambda f, x: f(x, W.view(8, 2, 4), None, "tanh", lengths=[3, 6]), Q[0]),

@@ -94,6 +94,13 @@ def attention_rnn() -> tuple[Any, ...]:
     return op, *(draw(*shape) for shape in shapes)
 
 
+def highway() -> tuple[Any, ...]:
+    def op(x, w, b):
+        return [seqkern.highway(x, w, b, activation) for activation in ("relu", "tanh", "gelu", "silu")]
+
+    return op, draw(3, 4), draw(8, 4), draw(8)
+
+
 def sequence_pool() -> tuple[Any, ...]:
     def op(x, packed):
         starts = torch.tensor([0, 1, 5])
@@ -220,7 +227,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
-        attention_rnn, sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm,
+        attention_rnn, highway, sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm,
         swiglu, geglu, rope, cross_entropy, linear_cross_entropy, linear_cross_entropy_mean,
     )
 }  # fmt: skip

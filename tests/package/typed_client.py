@@ -76,6 +76,8 @@ def decoding() -> None:
 def pooling() -> None:
     x, starts = torch.randn(2, 3, 8), torch.tensor([0, 2, 3])
     assert_type(seqkern.sequence_pool(x, [3, 1], "max"), Tensor)
+    assert_type(seqkern.highway(x, torch.randn(16, 8), activation="tanh"), Tensor)
+    assert_type(seqkern.nn.Highway(8, layers=2).forward(x), Tensor)
     assert_type(seqkern.conv1d(x, torch.randn(5, 2, 8), padding="causal", lengths=[3, 1]), Tensor)
     assert_type(seqkern.conv1d_max(x, torch.randn(5, 2, 8), torch.zeros(5), "tanh", [3, 1]), Tensor)
     assert_type(seqkern.sequence_pool(x[0], None, "last", cu_seqlens=starts, bidirectional=True), Tensor)

@@ -29,6 +29,7 @@ from seqkern import testing
 from seqkern._slices import SLICES
 from seqkern.ops.ffn import ACTIVATIONS
 from seqkern.reference.conv1d import ACTIVATIONS as ACTIVATIONS_OF_MAX
+from seqkern.reference.highway import ACTIVATIONS as ACTIVATIONS_OF_HIGHWAY
 from seqkern.reference.sequence_pool import KINDS
 from seqkern.testing import rnn_calls as layers
 from seqkern.testing.attention_calls import CASES, OpCase, sample
@@ -207,6 +208,14 @@ def decoder_calls(quick: bool) -> Iterator[Call]:
                 yield f"attention_rnn {number} {shape} {dtype}", partial(through_autograd, case, dtype)
 
 
+def highway_calls(quick: bool) -> Iterator[Call]:
+    for activation in ("tanh",) if quick else ACTIVATIONS_OF_HIGHWAY:
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for shape in [(33, 129)] if quick else [(1, 1), (33, 129), (130, 525)]:
+                case = testing.highway_case(*shape, activation=activation)
+                yield f"highway {activation} {shape} {dtype}", partial(through_autograd, case, dtype)
+
+
 def pool_calls(quick: bool) -> Iterator[Call]:
     for kind in ["max"] if quick else KINDS:
         for dtype in [torch.bfloat16] if quick else DTYPES:
@@ -282,6 +291,7 @@ PARTS = {
     "layer_norm": norm_calls,
     "glu": glu_calls,
     "ffn": ffn_calls,
+    "highway": highway_calls,
     "embedding": embedding_calls,
     "additive_attention": additive_calls,
     "attention_rnn": decoder_calls,
