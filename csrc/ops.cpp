@@ -144,6 +144,20 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "Tensor products, bool need_input, bool need_weights) "
       "-> (Tensor grad_input, Tensor grad_h0, Tensor grad_c0, Tensor grad_w_ih, Tensor grad_w_hh, Tensor grad_b_ih, "
       "Tensor grad_b_hh, Tensor grad_w_hr, Tensor grad_peephole, Tensor grad_norm)");
+  // tree_lstm: csrc/tree_lstm, kernels/tree_lstm.py, seqkern/ops/tree_lstm.py. nary: slots, 0 for the sum of children.
+  // levels: (2, height + 1), bounds of places and of edges, on the CPU. cells, (0) where that is c, and gates are in
+  // the accumulation type; grad_edge is (0) with slots.
+  m.def(
+      "tree_schedule(Tensor parents, Tensor? slots) -> (Tensor order, Tensor levels, Tensor child_starts, "
+      "Tensor children, Tensor slots_of_children)");
+  m.def(
+      "tree_lstm_fwd(Tensor x_gates, Tensor w_hh, Tensor order, Tensor levels, Tensor child_starts, Tensor children, "
+      "Tensor slots, int nary, SymInt leaves) -> (Tensor h, Tensor c, Tensor sums, Tensor cells, Tensor gates)");
+  m.def(
+      "tree_lstm_bwd(Tensor? grad_h, Tensor? grad_c, Tensor w_hh, Tensor order, Tensor levels, Tensor child_starts, "
+      "Tensor children, Tensor slots, Tensor cells, Tensor gates, int nary, SymInt leaves) "
+      "-> (Tensor grad_x_gates, Tensor grad_inner, Tensor grad_edge)");
+
   m.def(
       "rnn_cell_fwd(Tensor x_gates, Tensor h_gates, Tensor h, Tensor? c, int cell) "
       "-> (Tensor h_new, Tensor c_new, Tensor activated)");

@@ -30,9 +30,11 @@ from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_ce
 from seqkern.ops.rope import rope, rope_tables
 from seqkern.ops.sample import filter_logits, sample
 from seqkern.ops.sequence_pool import sequence_pool
+from seqkern.ops.tree_lstm import TreeSchedule, tree_lstm
 
 __version__ = "0.1.0"
 __all__ = [
+    "TreeSchedule",
     "add_layer_norm",
     "add_rms_norm",
     "additive_attention",
@@ -75,5 +77,6 @@ __all__ = [
     "scaled_dot_product_attention",
     "sequence_pool",
     "swiglu",
+    "tree_lstm",
     "use_backend",
 ]

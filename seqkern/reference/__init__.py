@@ -21,6 +21,7 @@ from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
 from seqkern.reference.rope import rope, rope_tables
 from seqkern.reference.sample import drawn, processed, uniform
 from seqkern.reference.sequence_pool import sequence_pool
+from seqkern.reference.tree_lstm import tree_lstm
 
 __all__ = [
     "add_layer_norm",
@@ -59,5 +60,6 @@ __all__ = [
     "sequence_pool",
     "sinusoids",
     "softcapped",
+    "tree_lstm",
     "uniform",
 ]
