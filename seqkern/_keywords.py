@@ -287,6 +287,19 @@ HINTS: dict[str, dict[str, str]] = {
         **_use("dim", "input_dim", "input_size", "features") | _use("layers", "num_layers"),
         **_use("activation", "act", "nonlinearity"),
     },
+    "tree_lstm": {
+        **_use("x", "input", "inputs") | _use("schedule", "parents", "trees", "tree", "graph"),
+        **_use('kind="child_sum" or "nary"', "mode", "cell", "cell_type"),
+        "batch_first": "leave it out: nodes of all trees come one after another",
+    },
+    "ChildSumTreeLSTM.__init__": {
+        **_use("input_size", "in_features", "x_size", "in_dim") | _use("hidden_size", "mem_dim", "h_size"),
+        "batch_first": "leave it out: nodes of all trees come one after another",
+    },
+    "NaryTreeLSTM.__init__": {
+        **_use("input_size", "in_features", "x_size", "in_dim") | _use("hidden_size", "mem_dim", "h_size"),
+        **_use("slots", "n_ary", "n", "N", "arity", "num_children"),
+    },
     "sequence_pool": {
         **_use("kind", "mode", "reduce", "reduction", "pooling") | _use("x", "input", "hidden_states"),
         **_use("lengths", "sequence_lengths", "seq_lens") | _use("cu_seqlens", "offsets", "starts"),

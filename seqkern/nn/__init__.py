@@ -17,6 +17,7 @@ from seqkern.nn.transformer import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from seqkern.nn.tree_lstm import ChildSumTreeLSTM, NaryTreeLSTM
 
 __all__ = [
     "GRU",
@@ -29,6 +30,7 @@ __all__ = [
     "AttentionDecoder",
     "AttentionPages",
     "BilinearAttention",
+    "ChildSumTreeLSTM",
     "DotAttention",
     "FeedForward",
     "GRUCell",
@@ -37,6 +39,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropy",
     "MultiheadAttention",
+    "NaryTreeLSTM",
     "RMSNorm",
     "RNNCell",
     "RotaryEmbedding",

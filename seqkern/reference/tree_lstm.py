@@ -34,19 +34,19 @@ def tree_lstm(
     x, w_hh, hidden = x_gates.to(wide)[order], w_hh.to(wide), x_gates.shape[1] // 4
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    h, c = x.new_zeros(0, hidden), x.new_zeros(0, hidden)
+    h = c = x[:0, :hidden]
     bounds = levels.t().tolist()
     for (begin, first), (end, last) in itertools.pairwise(bounds):
         counts = child_starts[begin + 1 : end + 1] - child_starts[begin:end]
         below, owner = place[children[first:last]], torch.repeat_interleave(counts, output_size=last - first)
-        x_i, x_f, x_g, x_o = x[begin:end].chunk(4, 1)
+        x_i, x_f, x_g, x_o = x[begin:end].unflatten(1, (4, hidden)).unbind(1)
         nothing = x.new_zeros(end - begin, (nary or 1) * hidden)
         if nary:
             at = owner[:, None], slots[first:last, None] * hidden + torch.arange(hidden, device=x.device)
-            i, *f_of, g, o = (nothing.index_put(at, h[below]) @ w_hh.t()).split(hidden, 1)
+            i, *f_of, g, o = (nothing.index_put(at, h[below]) @ w_hh.t()).unflatten(1, (3 + nary, hidden)).unbind(1)
             f = torch.stack(f_of, 1)[owner, slots[first:last]]
         else:
-            u_i, u_f, u_g, u_o = w_hh.split(hidden, 0)
+            u_i, u_f, u_g, u_o = w_hh.unflatten(0, (4, hidden)).unbind(0)
             total = nothing.index_add(0, owner, h[below])
             i, g, o, f = total @ u_i.t(), total @ u_g.t(), total @ u_o.t(), h[below] @ u_f.t()
         kept = (x_f[owner] + f).sigmoid() * c[below]

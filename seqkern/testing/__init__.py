@@ -51,13 +51,14 @@ from seqkern.testing.rnn_cell import rnn_cell_case
 from seqkern.testing.rope import rope_case
 from seqkern.testing.sample import filter_logits_case
 from seqkern.testing.sequence_pool import sequence_pool_case
+from seqkern.testing.tree_lstm import tree_lstm_case
 
 __all__ = [
     "CASES", "Case", "ErrorReport", "add_layer_norm_case", "additive_attention_case", "assert_passed",
     "attention_case", "attention_decode_case", "attention_rnn_case", "beam_step_case", "check_case", "compare",
     "conv1d_case", "conv1d_max_case", "cross_entropy_case", "embedding_case", "ffn_case", "filter_logits_case",
     "glu_case", "highway_case", "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case",
-    "rnn_cell_case", "rope_case", "run", "sequence_pool_case", "verify",
+    "rnn_cell_case", "rope_case", "run", "sequence_pool_case", "tree_lstm_case", "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -106,6 +107,8 @@ CASES: dict[str, Case] = {
     "gru_cell": rnn_cell_case("gru"),
     "rnn_tanh_cell": rnn_cell_case("rnn_tanh"),
     "rnn_relu_cell": rnn_cell_case("rnn_relu"),
+    "tree_lstm": tree_lstm_case(),
+    "tree_lstm_options": tree_lstm_case("nary"),
 }
 
 
@@ -123,7 +126,7 @@ def verify(
             "highway", "highway_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
             gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,
-            "lstm_options" or "gru_options".
+            "lstm_options", "gru_options", "tree_lstm" or "tree_lstm_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.

@@ -89,6 +89,7 @@ def test_fx_keeps_what_a_leaf_was_called_with():
 
 
 Q, STARTS = torch.randn(1, 2, 6, 4), torch.tensor([0, 2, 6])
+TREES = seqkern.TreeSchedule.from_parents([-1, 0, 0, 1, -1, 4])
 W, BIAS = torch.randn(16, 4), torch.randn(16)
 CALLS = {
     "scaled_dot_product_attention": (lambda f, x: f(x, x, x, is_causal=True), Q),
@@ -100,6 +101,7 @@ CALLS = {
     "additive_attention": (lambda f, x: f(x, x, x, W[0], mask=torch.eye(6).bool()), Q),
     "attention_rnn": (lambda f, x: f(x, x, x, torch.cat([W, W], 1), W, order="bahdanau", scale=0.5), Q[0]),
     "highway": (lambda f, x: f(x, W[:8], BIAS[:8], "tanh"), Q),
+    "tree_lstm": (lambda f, x: f(x, TREES, W, W, BIAS), Q[0, 0]),
     "sequence_pool": (lambda f, x: f(x, [3, 6], "max"), Q[0]),
     "conv1d": (lambda f, x: f(x, W.view(8, 2, 4), padding="causal", lengths=[3, 6]), Q[0]),
     "conv1d_max": (lambda f, x: f(x, W.view(8, 2, 4), None, "tanh", lengths=[3, 6]), Q[0]),

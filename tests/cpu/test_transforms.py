@@ -101,6 +101,16 @@ def highway() -> tuple[Any, ...]:
     return op, draw(3, 4), draw(8, 4), draw(8)
 
 
+def tree_lstm() -> tuple[Any, ...]:
+    schedule = seqkern.TreeSchedule.from_parents([-1, 0, 0, 1, -1])
+
+    def op(x, w_ih, w_hh, b, w_nary):
+        child_sum = seqkern.tree_lstm(x, schedule, w_ih, w_hh, b)
+        return *child_sum, *seqkern.tree_lstm(x, schedule, w_ih, w_nary, kind="nary")
+
+    return op, *(draw(*shape) for shape in [(5, 3), (8, 3), (8, 2), (8,), (10, 4)])
+
+
 def sequence_pool() -> tuple[Any, ...]:
     def op(x, packed):
         starts = torch.tensor([0, 1, 5])
@@ -227,8 +237,9 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     f.__name__: f
     for f in (
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
-        attention_rnn, highway, sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm, add_layer_norm, add_rms_norm,
-        swiglu, geglu, rope, cross_entropy, linear_cross_entropy, linear_cross_entropy_mean,
+        attention_rnn, highway, tree_lstm, sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm,
+        add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy, linear_cross_entropy,
+        linear_cross_entropy_mean,
     )
 }  # fmt: skip
 OPS |= {name: recurrent(name) for name in GATES} | {f"{name}_cell": cell(name) for name in GATES}

@@ -30,6 +30,7 @@ ARGUMENTS = {
     "additive_attention": (X, X, X, torch.ones(4)),
     "attention_rnn": (X, X, X, torch.ones(16, 8), torch.ones(16, 4)),
     "highway": (X, torch.ones(8, 4)),
+    "tree_lstm": (X[0], seqkern.TreeSchedule.from_parents([-1, 0, 0]), torch.ones(16, 4), torch.ones(16, 4)),
     "sequence_pool": (X,),
     "conv1d": (X, torch.ones(5, 2, 4)),
     "conv1d_max": (X, torch.ones(5, 2, 4)),
@@ -60,7 +61,7 @@ ARGUMENTS = {
 }
 REQUIRED: dict[str, dict[str, int]] = {"generate": {"max_new_tokens": 1}}
 MODULES = {"LayerNorm": (4,), "RMSNorm": (4,), "AddLayerNorm": (4,), "AddRMSNorm": (4,)}
-MODULES |= {"AttentionDecoder": (4, 4, 4), "Highway": (4,)}
+MODULES |= {"AttentionDecoder": (4, 4, 4), "Highway": (4,), "ChildSumTreeLSTM": (4, 4), "NaryTreeLSTM": (4, 4)}
 MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy", "FeedForward", "AdditiveAttention"), (4, 4))
 
 

@@ -73,6 +73,16 @@ def decoding() -> None:
     assert_type(decoder.forward(x[:, 0], memory, state=(x[:, 0], None, None)).output, Tensor)
 
 
+def trees() -> None:
+    schedule = seqkern.TreeSchedule.from_parents([-1, 0, 0, -1], [3, 1])
+    assert_type(schedule.roots, Tensor)
+    x, cell = torch.randn(4, 8), torch.nn.LSTMCell(8, 8)
+    assert_type(seqkern.tree_lstm(x, schedule.to("cpu"), cell.weight_ih, cell.weight_hh), Pair)
+    assert_type(seqkern.nn.ChildSumTreeLSTM(8, 8).forward(x, schedule), Pair)
+    binary = seqkern.TreeSchedule.from_nested([(("a", "b"), "c")])
+    assert_type(seqkern.nn.NaryTreeLSTM(8, 8, slots=2).forward(torch.randn(binary.nodes, 8), binary), Pair)
+
+
 def pooling() -> None:
     x, starts = torch.randn(2, 3, 8), torch.tensor([0, 2, 3])
     assert_type(seqkern.sequence_pool(x, [3, 1], "max"), Tensor)
@@ -258,6 +268,7 @@ def main() -> None:
     attention(True)
     additive(True)
     decoding()
+    trees()
     pooling()
     norms()
     recurrent(True)

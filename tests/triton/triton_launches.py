@@ -281,6 +281,14 @@ def cell_calls(quick: bool) -> Iterator[Call]:
                 yield f"{cell}_cell {shape} {dtype}", partial(through_autograd, case, dtype)
 
 
+def tree_calls(quick: bool) -> Iterator[Call]:
+    for kind in ("child_sum",) if quick else ("child_sum", "nary"):
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            for hidden in [33] if quick else [1, 33, 300]:
+                case = testing.tree_lstm_case(kind, hidden=hidden)
+                yield f"tree_lstm {kind} {hidden} {dtype}", partial(through_autograd, case, dtype)
+
+
 def seconds() -> float:
     """Processor time so far, with ptxas's."""
     return sum(os.times()[:4])
@@ -304,6 +312,7 @@ PARTS = {
     "beam_step": beam_calls,
     "rnn": rnn_calls,
     "rnn_cell": cell_calls,
+    "tree_lstm": tree_calls,
 }
 assert PARTS.keys() == SLICES.keys()
 
