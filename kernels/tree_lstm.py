@@ -16,7 +16,7 @@ from .._products import product
 from ._common import TRITON_DTYPE, Launch, accumulator, cdiv, power_of_two, rounded, run
 from .rnn.cells import sigmoid, tanh
 
-__all__ = ["aot_configurations", "tree_lstm_bwd", "tree_lstm_fwd"]
+__all__ = ["aot_configurations", "tree_lstm_bwd", "tree_lstm_fwd", "tree_schedule"]
 
 BLOCK = 128  # units of a program, at most
 SIZES = ["hidden", "first", "edge", "stride", "at_g", "at_o"]  # not compiled in
@@ -151,6 +151,13 @@ class _Levels:
         """The place in the level of each edge's parent."""
         counts = self.starts[begin + 1 : end + 1] - self.starts[begin:end]
         return torch.repeat_interleave(counts, output_size=last - first)
+
+
+def tree_schedule(parents, slots):
+    """The launcher behind `seqkern::tree_schedule`, which is the host's work; levels stay there."""
+    found = torch.ops.seqkern.tree_schedule(parents.cpu(), None if slots is None else slots.cpu())
+    order, levels, *rest = found
+    return order.to(parents.device), levels, *(t.to(parents.device) for t in rest)
 
 
 def tree_lstm_fwd(x_gates, w_hh, order, levels, child_starts, children, slots, nary, leaves):

@@ -88,7 +88,12 @@ ALL = (
         ops=("rnn_cell_fwd", "rnn_cell_bwd"),
         functions=("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
     ),
-    Slice(name="tree_lstm", ops=("tree_lstm_fwd", "tree_lstm_bwd"), functions=("tree_lstm",), own_bf16=True),
+    Slice(
+        name="tree_lstm",
+        ops=("tree_schedule", "tree_lstm_fwd", "tree_lstm_bwd"),
+        functions=("tree_lstm",),
+        own_bf16=True,
+    ),
 )
 # Slices by name, by dispatcher op, by CUDA C++ op and by public function.
 SLICES = {slice.name: slice for slice in ALL}

@@ -64,8 +64,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_schedule(const Tensor& p
     const int64_t n = ready[at], up = parent[n], own = height[static_cast<size_t>(n)];
     levels = std::max(levels, own + 1);
     if (up < 0) continue;
-    int64_t& of_parent = height[static_cast<size_t>(up)];
-    of_parent = std::max(of_parent, own + 1);
+    height[static_cast<size_t>(up)] = own + 1;  // nodes get ready in the order of their heights
     if (--left[static_cast<size_t>(up)] == 0) ready.push_back(up);
   }
   SK_CHECK(static_cast<int64_t>(ready.size()) == count, op, ": parents must not lead in circles, as those of ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -28,18 +29,17 @@ from seqkern.ops._autograd import (
 from seqkern.ops._rnn_checks import autocast, check_like, check_tensor
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TreeSchedule:
     """In which order the nodes of a forest are computed: level by level, from the leaves up. Made once for a batch.
 
-    Trees of any shapes are in one schedule: single nodes, chains, nodes of any number of children.
+    Trees of any shapes are in one schedule: single nodes, chains, nodes of any number of children. It is made by
+    `from_parents` or `from_nested`. Tensors of nodes, an input of `tree_lstm` and its results, have a row for each, in
+    the order in which the schedule was given them; `nodes` is their number, `height` that of the levels, and
+    `h[schedule.roots]` has a row for each tree.
 
-    Attributes:
-        nodes: how many. Tensors of nodes, an input of `tree_lstm` and its results, have this many rows, in the order
-            in which the schedule was given them.
-        height: how many levels.
-        slots: the number of slots that N-ary trees need: 1 more than the largest.
-        roots: int64, the nodes without a parent, in ascending order: `h[schedule.roots]` has a row for each tree.
-        labels: of `from_nested`, the leaves' objects, None for other nodes; else empty.
+    Raises:
+        As `from_parents` and `from_nested`.
 
     Example:
         >>> import torch, seqkern
@@ -48,17 +48,34 @@ class TreeSchedule:
         (5, 2, [2, 4])
         >>> schedule = seqkern.TreeSchedule.from_nested([(("the", "cat"), "sleeps")])
         >>> schedule.labels
-        [None, None, 'the', 'cat', 'sleeps']
+        (None, None, 'the', 'cat', 'sleeps')
     """
 
-    def __init__(self, parents: Tensor, slots: Tensor | None = None, labels: Sequence[Any] = ()) -> None:
-        found = torch.ops.seqkern.tree_schedule(parents, slots)
-        self._order, self._levels, self._child_starts, self._children, self._slots = found
-        self.nodes, self.height = len(parents), self._levels.shape[1] - 1
-        self.slots = int(self._slots.max()) + 1 if len(self._slots) else 0
-        self._leaves = int(self._levels[0, 1]) if self.height else 0
-        self.roots = (parents < 0).nonzero()[:, 0]
-        self.labels = list(labels)
+    order: Tensor  # (nodes): by height, leaves first
+    levels: Tensor  # (2, height + 1), on the CPU: where each level begins in the order, and its edges
+    child_starts: Tensor  # (nodes + 1), by places of the order
+    children: Tensor  # (edges): nodes
+    child_slots: Tensor  # (edges)
+    roots: Tensor  # the nodes without a parent, in ascending order
+    leaves: int  # how many
+    slots: int  # how many N-ary trees need: 1 more than the largest
+    labels: tuple[Any, ...] = ()  # of `from_nested`: the leaves' objects, None for other nodes
+
+    @property
+    def nodes(self) -> int:
+        return len(self.order)
+
+    @property
+    def height(self) -> int:
+        return self.levels.shape[1] - 1
+
+    @classmethod
+    def _made(cls, parents: Tensor, slots: Tensor | None = None, labels: Sequence[Any] = ()) -> TreeSchedule:
+        order, levels, child_starts, children, child_slots = torch.ops.seqkern.tree_schedule(parents, slots)
+        leaves = int(levels[0, 1]) if levels.shape[1] > 1 else 0
+        most = int(child_slots.max()) + 1 if len(child_slots) else 0
+        roots = (parents < 0).nonzero()[:, 0]
+        return cls(order, levels, child_starts, children, child_slots, roots, leaves, most, tuple(labels))
 
     @classmethod
     def from_parents(
@@ -104,11 +121,11 @@ class TreeSchedule:
             below = given >= 0
             if bool((placed[below] < 0).any()):
                 raise ValueError(f"TreeSchedule: slots must be at least 0, got {int(placed[below].min())}")
-            pairs = torch.stack([given[below], placed[below]], 1)
-            if len(pairs) and len(torch.unique(pairs, dim=0)) != len(pairs):
+            pairs = list(zip(given[below].tolist(), placed[below].tolist(), strict=True))
+            if len(set(pairs)) != len(pairs):
                 raise ValueError("TreeSchedule: slots of the children of a node must differ")
         try:
-            return cls(given, placed)
+            return cls._made(given, placed)
         except RuntimeError as error:
             raise ValueError(f"TreeSchedule: {str(error).partition(': ')[2].splitlines()[0]}") from None
 
@@ -137,20 +154,17 @@ class TreeSchedule:
             labels.append(None if inner else tree)
             if inner:
                 waiting.extend((child, node, n) for n, child in reversed(list(enumerate(tree))))
-        return cls(torch.tensor(parents, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64), labels)
+        return cls._made(torch.tensor(parents, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64), labels)
 
     def to(self, device: torch.device | str) -> TreeSchedule:
         """The same schedule for tensors on another device."""
-        moved = object.__new__(TreeSchedule)
-        moved.__dict__.update(self.__dict__)
-        for name in ("_order", "_child_starts", "_children", "_slots", "roots"):
-            setattr(moved, name, getattr(self, name).to(device))
-        return moved
+        names = ("order", "child_starts", "children", "child_slots", "roots")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def arguments(self, nary: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
         """As the ops take it: order, levels (on the CPU), child_starts, children, slots, nary, leaves."""
-        tensors = (self._order, self._levels, self._child_starts, self._children, self._slots)
-        return *tensors, nary, self._leaves
+        tensors = (self.order, self.levels, self.child_starts, self.children, self.child_slots)
+        return *tensors, nary, self.leaves
 
     def __repr__(self) -> str:
         return f"TreeSchedule({self.nodes} nodes, {len(self.roots)} trees, {self.height} levels)"

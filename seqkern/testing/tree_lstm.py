@@ -61,7 +61,7 @@ def tree_lstm_case(
         states: dict[int, tuple[Tensor, Tensor]] = {}
         zeros, u_f = x.new_zeros(hidden), w_hh[hidden : 2 * hidden]
         u_iou = torch.cat([w_hh[:hidden], w_hh[2 * hidden :]])
-        for node in schedule._order.tolist():
+        for node in schedule.order.tolist():
             children = [states[child] for child in below[node]]
             z_i, z_f, z_g, z_o = (F.linear(x[node], w_ih, b_ih) + (0 if b_hh is None else b_hh)).chunk(4)
             if nary:

@@ -67,7 +67,7 @@ def test_nested():
     same = TreeSchedule.from_parents([-1, 0, 1, 1, 0, -1, -1, -1, 7, 8])
     for a, b in zip(schedule.arguments(0), same.arguments(0), strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert schedule.labels == [None, None, 1, 2, 3, 4, None, None, None, 5]
+    assert schedule.labels == (None, None, 1, 2, 3, 4, None, None, None, 5)
     assert TreeSchedule.from_nested([]).nodes == 0
 
 

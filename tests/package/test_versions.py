@@ -32,6 +32,7 @@ KNOWN = {
     "torch.nn.Dropout",
     "torch.nn.LayerNorm",
     "torch.nn.Linear",
+    "torch.nn.ModuleList",
     "torch.nn.MultiheadAttention",
     "torch.nn.Parameter",
     "torch.nested.as_nested_tensor",
