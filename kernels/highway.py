@@ -25,7 +25,7 @@ SIZES = ["rows", "columns", "strides"]  # not compiled in
 def _activate(c, ACTIVATION: tl.constexpr):
     """a(c) and a'(c)."""
     if ACTIVATION == RELU:
-        return tl.where(c < 0.0, 0.0, c), tl.where(c <= 0.0, 0.0, 1.0)
+        return tl.where(c < 0.0, 0.0, c), 1.0 - (c <= 0.0).to(c.dtype)
     if ACTIVATION == TANH:
         smaller = tl.exp(-2.0 * tl.abs(c))
         inverse = 1 / (1 + smaller)
@@ -98,7 +98,7 @@ def _step(name, kernel, read, written, activation):
     }  # fmt: skip
     grid = (cdiv(rows, TILE // block) * cdiv(columns, block),)
     strides = tuple(t.stride(0) for t in read)
-    return Launch(name, kernel, grid, (*read, *written, rows, columns, strides), constants)
+    return Launch(name, kernel, grid, (*read, *written, rows, columns, strides), constants, registers=255)
 
 
 def explained(op, x, *weights):

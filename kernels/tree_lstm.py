@@ -110,7 +110,8 @@ def _backward_kernel(
         tl.store(of_iou, di, mask=there)
         tl.store(of_iou + hidden, dg, mask=there)
         tl.store(of_iou + 2 * hidden, d_o, mask=there)
-    x, dtype = grad_x_ptr + node * 4 * hidden + unit, grad_x_ptr.dtype.element_ty
+    x = grad_x_ptr + node * 4 * hidden + unit
+    dtype = grad_x_ptr.dtype.element_ty
     tl.store(x, rounded(di, dtype), mask=there)
     tl.store(x + hidden, rounded(df, dtype), mask=there)
     tl.store(x + 2 * hidden, rounded(dg, dtype), mask=there)
@@ -129,7 +130,7 @@ class _Levels:
     def launch(self, name, kernel, places, arguments, **more):
         block = min(BLOCK, max(16, power_of_two(self.hidden)))
         constants = {"ACC": TRITON_DTYPE[self.acc], "BLOCK_H": block} | more
-        return Launch(name, kernel, (places * cdiv(self.hidden, block),), arguments, constants)
+        return Launch(name, kernel, (places * cdiv(self.hidden, block),), arguments, constants, registers=255)
 
     def sums(self, h, sums, begin, places):
         arguments = (h, self.order, self.starts, self.children, sums, self.hidden, begin)
