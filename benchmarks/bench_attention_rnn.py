@@ -15,7 +15,11 @@ from seqkern.ops.attention_rnn import cost
 from seqkern.testing import attention_rnn_case, check_case
 
 # Sequences, steps, keys, inputs, state, values (an encoder of two directions): of words, and of characters or sounds.
-SHAPES = [(64, 30, 30, 256, 512, 1024), (32, 60, 60, 128, 256, 512), (16, 40, 200, 256, 512, 1024)]
+# The last two are a step of generation, of 5 beams and of 64 rows.
+SHAPES = [
+    (64, 30, 30, 256, 512, 1024), (32, 60, 60, 128, 256, 512), (16, 40, 200, 256, 512, 1024),
+    (5, 1, 30, 256, 512, 1024), (64, 1, 30, 256, 512, 1024),
+]  # fmt: skip
 KINDS = [
     ("gru", "bahdanau", "additive"), ("lstm", "bahdanau", "additive"), ("lstm", "luong", "additive"),
     ("lstm", "luong", "dot"),

@@ -30,6 +30,7 @@ from seqkern.ops.additive_attention import additive_attention
 from seqkern.ops.attention import attention
 from seqkern.ops.attention_weights import attention_weights
 from seqkern.ops.rnn import gru, lstm
+from seqkern.ops.rnn_cell import gru_cell, lstm_cell
 
 
 class AttentionRnnState(NamedTuple):
@@ -163,6 +164,12 @@ def attention_rnn(
         output = F.linear(torch.cat([context, states], -1), w_out, b_out).tanh()
         last = states[:, -1] if states.shape[1] else h
         return AttentionRnnOutput(output, context, AttentionRnnState(last, c_last, None), weights)
+    if input.shape[1] == 1:  # weights that are used once are not packed, nor keys prepared
+        output, context, after, weights = _step(
+            cell, input[:, 0], w_ih, w_hh, b_ih, b_hh, h, c, feed, w_out, b_out,
+            lambda s: _attend(s, key, value, w_query, b_query, w_score, scale, lengths, visible, return_weights),
+        )  # fmt: skip
+        return AttentionRnnOutput(output, context, after, weights)
     inputs = input.shape[2]
     x_gates = F.linear(input, w_ih[:, :inputs], b_ih)
     arguments = (
@@ -303,7 +310,7 @@ def _visible(op: str, mask: Any, input: Tensor, key: Tensor) -> Tensor:
     return mask.expand(full)
 
 
-# ---- without input feeding ----------------------------------------------------------------------------------------
+# ---- of other ops: a single step, and steps that do not wait for attention ----------------------------------------
 
 
 def _network(
@@ -320,6 +327,24 @@ def _network(
         return states, None
     states, (_, c_last) = lstm(input, (h[None], c[None]), weights, batch_first=True)
     return states, c_last[0]
+
+
+def _step(
+    cell: str, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any, h: Tensor, c: Tensor | None,
+    feed: Tensor | None, w_out: Tensor | None, b_out: Tensor | None,
+    attend: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor, AttentionRnnState, Tensor | None]:  # fmt: skip
+    """One step, by the cell's op and attention's: output, context, state, weights; attend: of states (B, 1, H)."""
+    if w_out is None:
+        context, weights = attend(h[:, None])
+        feed = context[:, 0]
+    x = torch.cat([x, feed], 1)  # type: ignore[list-item]
+    h, c = (gru_cell(x, h, w_ih, w_hh, b_ih, b_hh), None) if c is None else lstm_cell(x, (h, c), w_ih, w_hh, b_ih, b_hh)
+    if w_out is None:
+        return h[:, None], context, AttentionRnnState(h, c, None), weights
+    context, weights = attend(h[:, None])
+    attended = F.linear(torch.cat([context[:, 0], h], 1), w_out, b_out).tanh()
+    return attended[:, None], context, AttentionRnnState(h, c, attended), weights
 
 
 def _attend(

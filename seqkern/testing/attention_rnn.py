@@ -97,8 +97,8 @@ def attention_rnn_case(
                 feed, found = attend(h, unseen[:, step])
                 context = feed
             x = t["input"][:, step] if feed is None else torch.cat([t["input"][:, step], feed], 1)
-            if lstm:
-                h, c = torch.lstm_cell(x, (h, c), *weights_of_cell)  # type: ignore[arg-type]
+            if c is not None:
+                h, c = torch.lstm_cell(x, (h, c), *weights_of_cell)
             else:
                 h = torch.gru_cell(x, h, *weights_of_cell)
             if luong:
