@@ -90,14 +90,12 @@ def conv1d(
     if unexpected:
         refuse(conv1d, unexpected)
     op = "conv1d"
-    _check(op, x, weight, bias)
+    check_tensors(op, x, weight, bias, "pad it by torch.nested.to_padded_tensor and give lengths")
+    if x.dim() != 3:
+        raise ValueError(f"{op}: x must have shape (B, L, D), got {tuple(x.shape)}")
+    check_filters(op, x, weight, bias)
     steps = _steps(op, stride, padding, dilation, weight)
-    if autocasts(x) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must have x's dtype {x.dtype}, got {t.dtype}")
+    x, weight, bias = in_one_dtype(op, x, weight, bias)
     every = None if lengths is None else sequence_lengths(op, lengths, x)
     transforms_active()  # raises before Dynamo looks at a tensor
     if backend_for(op, x) == "reference":
@@ -113,23 +111,36 @@ def cost(windows: int, width: int, columns: int, filters: int, dtype: torch.dtyp
     return Cost(factor * 2 * windows * filters * depth, factor * traffic * dtype.itemsize)
 
 
-def _check(op: str, x: Any, weight: Any, bias: Any) -> None:
+def check_tensors(op: str, x: Any, weight: Any, bias: Any, instead: str) -> None:
+    """instead: what to do with a nested tensor."""
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
         if name == "bias" and t is None:
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        check_not_nested(op, name, t, "pad it by torch.nested.to_padded_tensor and give lengths")
+        check_not_nested(op, name, t, instead)
         if t.dtype not in FLOATING:
             raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} must be on x's device {x.device}, got {t.device}")
-    if x.dim() != 3:
-        raise ValueError(f"{op}: x must have shape (B, L, D), got {tuple(x.shape)}")
-    if weight.dim() != 3 or weight.shape[2] != x.shape[2] or weight.shape[1] < 1:
-        raise ValueError(f"{op}: weight must have shape (C, K, {x.shape[2]}), K at least 1, got {tuple(weight.shape)}")
+
+
+def check_filters(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 3 or weight.shape[2] != x.shape[-1] or weight.shape[1] < 1:
+        raise ValueError(f"{op}: weight must have shape (C, K, {x.shape[-1]}), K at least 1, got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+
+
+def in_one_dtype(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Under autocast in its dtype."""
+    if autocasts(x) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} must have x's dtype {x.dtype}, got {t.dtype}")
+    return x, weight, bias
 
 
 def _steps(op: str, stride: Any, padding: Any, dilation: Any, weight: Tensor) -> Steps:

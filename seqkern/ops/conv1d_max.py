@@ -12,11 +12,9 @@ from torch.autograd import forward_ad
 from seqkern import reference
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
-from seqkern._recording import check_not_nested, is_proxy, record
+from seqkern._recording import is_proxy, record
 from seqkern._tensors import accumulator
-from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import (
-    FLOATING,
     Cost,
     apply,
     eager,
@@ -27,6 +25,7 @@ from seqkern.ops._autograd import (
     wants_gradient,
 )
 from seqkern.ops._sequences import sequence_lengths, sequence_starts
+from seqkern.ops.conv1d import check_filters, check_tensors, in_one_dtype
 from seqkern.reference.conv1d import ACTIVATIONS
 
 Activation = Literal["none", "relu", "tanh", "sigmoid"]
@@ -81,12 +80,7 @@ def conv1d_max(
         refuse(conv1d_max, unexpected)
     op = "conv1d_max"
     _check(op, x, weight, bias, activation, lengths, cu_seqlens)
-    if autocasts(x) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must have x's dtype {x.dtype}, got {t.dtype}")
+    x, weight, bias = in_one_dtype(op, x, weight, bias)
     every = None if lengths is None else sequence_lengths(op, lengths, x)
     starts = None if cu_seqlens is None else sequence_starts(op, cu_seqlens, x)
     number = ACTIVATIONS.index(activation)
@@ -108,16 +102,7 @@ def cost(
 
 
 def _check(op: str, x: Any, weight: Any, bias: Any, activation: Any, lengths: Any, starts: Any) -> None:
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if name == "bias" and t is None:
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        check_not_nested(op, name, t, "give it x.values(), with cu_seqlens=x.offsets()")
-        if t.dtype not in FLOATING:
-            raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
-        if t.device != x.device:
-            raise ValueError(f"{op}: {name} must be on x's device {x.device}, got {t.device}")
+    check_tensors(op, x, weight, bias, "give it x.values(), with cu_seqlens=x.offsets()")
     if activation not in ACTIVATIONS:
         names = ", ".join(ACTIVATIONS)
         raise ValueError(f"{op}: activation must be one of {names}, which never decrease, got {activation!r}")
@@ -126,10 +111,7 @@ def _check(op: str, x: Any, weight: Any, bias: Any, activation: Any, lengths: An
     if x.dim() != (3 if starts is None else 2):
         wanted = "(B, L, D)" if starts is None else "(T, D), with cu_seqlens,"
         raise ValueError(f"{op}: x must have shape {wanted} got {tuple(x.shape)}")
-    if weight.dim() != 3 or weight.shape[2] != x.shape[-1] or weight.shape[1] < 1:
-        raise ValueError(f"{op}: weight must have shape (C, K, {x.shape[-1]}), K at least 1, got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    check_filters(op, x, weight, bias)
 
 
 # ---- autograd -----------------------------------------------------------------------------------------------------
