@@ -25,7 +25,7 @@ from seqkern.ops.glu import geglu, swiglu
 from seqkern.ops.highway import highway
 from seqkern.ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from seqkern.ops.linear_cross_entropy import linear_cross_entropy
-from seqkern.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
+from seqkern.ops.rnn import additive_rnn, gru, interpolated_rnn, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 from seqkern.ops.rope import rope, rope_tables
 from seqkern.ops.sample import filter_logits, sample
@@ -38,6 +38,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "additive_attention",
+    "additive_rnn",
     "attention",
     "attention_decode",
     "attention_rnn",
@@ -56,6 +57,7 @@ __all__ = [
     "gru",
     "gru_cell",
     "highway",
+    "interpolated_rnn",
     "layer_norm",
     "linear_cross_entropy",
     "lstm",

@@ -361,7 +361,7 @@ HINTS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("beam_size", "num_beams", "beams"), "leave it out: it is the size of scores's last dimension"),
     },
     "lstm": _NETWORK | _use("peepholes", "peephole"),
-    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), _NETWORK | _NOT_LSTM),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu", "additive_rnn", "interpolated_rnn"), _NETWORK | _NOT_LSTM),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _CELL),
     "LayerNorm.__init__": _MODULE_NORM | {"dropout": "use AddLayerNorm"},
     "RMSNorm.__init__": _MODULE_NORM | _MODULE_RMS | {"dropout": "use AddRMSNorm"},
@@ -371,5 +371,7 @@ HINTS: dict[str, dict[str, str]] = {
     "LSTM.__init__": _NETWORK_MODULE | _use("peephole", "peepholes"),
     "GRU.__init__": _NETWORK_MODULE | _NOT_LSTM,
     "RNN.__init__": _NETWORK_MODULE | _NOT_LSTM,
+    "AdditiveRNN.__init__": _NETWORK_MODULE | _NOT_LSTM,
+    "InterpolatedRNN.__init__": _NETWORK_MODULE | _NOT_LSTM,
     "forward": _FORWARD,  # of the three networks and their subclasses
 }

@@ -2,7 +2,8 @@
 
 A thread block, a cluster or the whole device walks over the steps, whichever is the smallest that holds the recurrent
 weights on chip (csrc/rnn/cuda/). `plan` says which: `explain` prints it, and a launch asks for its tier. What no tier
-serves goes step by step, in Triton (kernels/rnn/rnn.py): float64, projections, peepholes, weights too large.
+serves goes step by step, in Triton (kernels/rnn/rnn.py): float64, projections, peepholes, additive and interpolated
+networks, weights too large.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from seqkern import _library
 from seqkern._products import product
 from seqkern._rnn_scan import (
+    ADDITIVE,
     CELLS,
     GATES,
     GRU,
@@ -57,6 +59,8 @@ def plan(
     """The plan of a scan. Of w_hh, (D, G H, H), shape, dtype and device count."""
     if w_hh.dtype == torch.float64:
         return Plan("none", "float64 goes step by step: the scans in CUDA C++ are for shorter types")
+    if cell >= ADDITIVE:
+        return Plan("none", "additive and interpolated networks go step by step")
     if peepholes or projection:
         return Plan("none", "projections and peepholes go step by step")
     return Plan(*_library._CUDA["rnn_scan_plan"](w_hh, batch, cell, norm, backward, TIER).split(": ", 1))

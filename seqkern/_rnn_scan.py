@@ -14,10 +14,10 @@ from torch import Tensor
 from seqkern._products import product
 from seqkern._tensors import accumulator, unit_last
 
-LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-GATES = (4, 3, 1, 1)  # G: gates that a cell computes from x and h
-KEPT = (4, 4, 1, 1)  # R: values that the backward pass needs of a step; the GRU's q as well
+LSTM, GRU, RNN_TANH, RNN_RELU, ADDITIVE, INTERPOLATED = range(6)
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "additive_rnn", "interpolated_rnn")
+GATES = (4, 3, 1, 1, 1, 2)  # G: gates that a cell computes from x and h
+KEPT = (4, 4, 1, 1, 1, 2)  # R: values that the backward pass needs of a step; the GRU's q as well
 
 
 class Problem(NamedTuple):

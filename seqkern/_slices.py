@@ -78,7 +78,7 @@ ALL = (
     Slice(
         name="rnn",
         ops=("rnn_fwd", "rnn_bwd"),
-        functions=("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        functions=("lstm", "gru", "rnn_tanh", "rnn_relu", "additive_rnn", "interpolated_rnn"),
         cuda_ops=("rnn_scan_fwd", "rnn_scan_bwd", "rnn_scan_plan"),
         cuda_module="_rnn_cuda",
         own_bf16=True,

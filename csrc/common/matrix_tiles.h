@@ -122,22 +122,22 @@ SK_INLINE void tile_block(int64_t steps, const Tiles& a, const Tiles& b, float* 
   memory_barrier();
 }
 
-// The same for one row of N tiles, three or four: enough accumulators to hide a product's latency.
+// The same for one row of N tiles, two to four: with three, enough accumulators to hide a product's latency.
 template <int N, class Other = NoOther>
 SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c, int64_t ldc, const Addend& addend,
                         const Other& other = Other{}) {
-  static_assert(N == 3 || N == 4, "three or four accumulators");
+  static_assert(N >= 2 && N <= 4, "two to four accumulators");
   const int64_t row_bytes = ldc * 4;
   memory_barrier();
   if (addend.data) {
     _tile_loadd(0, addend.data, addend.ld * 4);
     _tile_loadd(1, addend.data + 16, addend.ld * 4);
-    _tile_loadd(2, addend.data + 32, addend.ld * 4);
+    if constexpr (N >= 3) _tile_loadd(2, addend.data + 32, addend.ld * 4);
     if constexpr (N == 4) _tile_loadd(3, addend.data + 48, addend.ld * 4);
   } else {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
+    if constexpr (N >= 3) _tile_zero(2);
     if constexpr (N == 4) _tile_zero(3);
   }
   const char *left = static_cast<const char*>(a.data), *right = static_cast<const char*>(b.data);
@@ -147,8 +147,10 @@ SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c,
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, right + b.outer, b.stride);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(6, right + 2 * b.outer, b.stride);
-    _tile_dpbf16ps(2, 4, 6);
+    if constexpr (N >= 3) {
+      _tile_loadd(6, right + 2 * b.outer, b.stride);
+      _tile_dpbf16ps(2, 4, 6);
+    }
     if constexpr (N == 4) {
       _tile_loadd(7, right + 3 * b.outer, b.stride);
       _tile_dpbf16ps(3, 4, 7);
@@ -157,26 +159,26 @@ SK_INLINE void tile_row(int64_t steps, const Tiles& a, const Tiles& b, float* c,
   }
   _tile_stored(0, c, row_bytes);
   _tile_stored(1, c + 16, row_bytes);
-  _tile_stored(2, c + 32, row_bytes);
+  if constexpr (N >= 3) _tile_stored(2, c + 32, row_bytes);
   if constexpr (N == 4) _tile_stored(3, c + 48, row_bytes);
   memory_barrier();
 }
 
-// The same for one column of M tiles, three or four, stacked in C.
+// The same for one column of M tiles, two to four, stacked in C.
 template <int M>
 SK_INLINE void tile_column(int64_t steps, const char* const (&left)[M], int64_t left_stride, int64_t left_step,
                            const Tiles& b, float* c, int64_t ldc, bool accumulate) {
-  static_assert(M == 3 || M == 4, "three or four accumulators");
+  static_assert(M >= 2 && M <= 4, "two to four accumulators");
   memory_barrier();
   if (accumulate) {
     _tile_loadd(0, c, ldc * 4);
     _tile_loadd(1, c + 16 * ldc, ldc * 4);
-    _tile_loadd(2, c + 32 * ldc, ldc * 4);
+    if constexpr (M >= 3) _tile_loadd(2, c + 32 * ldc, ldc * 4);
     if constexpr (M == 4) _tile_loadd(3, c + 48 * ldc, ldc * 4);
   } else {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
+    if constexpr (M >= 3) _tile_zero(2);
     if constexpr (M == 4) _tile_zero(3);
   }
   const char* right = static_cast<const char*>(b.data);
@@ -186,8 +188,10 @@ SK_INLINE void tile_column(int64_t steps, const char* const (&left)[M], int64_t 
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, left[1] + k * left_step, left_stride);
     _tile_dpbf16ps(1, 5, 6);
-    _tile_loadd(4, left[2] + k * left_step, left_stride);
-    _tile_dpbf16ps(2, 4, 6);
+    if constexpr (M >= 3) {
+      _tile_loadd(4, left[2] + k * left_step, left_stride);
+      _tile_dpbf16ps(2, 4, 6);
+    }
     if constexpr (M == 4) {
       _tile_loadd(5, left[3] + k * left_step, left_stride);
       _tile_dpbf16ps(3, 5, 6);
@@ -195,7 +199,7 @@ SK_INLINE void tile_column(int64_t steps, const char* const (&left)[M], int64_t 
   }
   _tile_stored(0, c, ldc * 4);
   _tile_stored(1, c + 16 * ldc, ldc * 4);
-  _tile_stored(2, c + 32 * ldc, ldc * 4);
+  if constexpr (M >= 3) _tile_stored(2, c + 32 * ldc, ldc * 4);
   if constexpr (M == 4) _tile_stored(3, c + 48 * ldc, ldc * 4);
   memory_barrier();
 }

@@ -30,7 +30,8 @@ void check_like(const Tensor& t, std::initializer_list<int64_t> sizes, ScalarTyp
 }
 
 Cell cell_of(int64_t cell, const char* op) {
-  SK_CHECK(cell >= 0 && cell <= 3, op, ": cell must be 0 (LSTM), 1 (GRU), 2 (tanh) or 3 (relu), got ", cell);
+  SK_CHECK(cell >= 0 && cell <= 5, op,
+           ": cell must be 0 (LSTM), 1 (GRU), 2 (tanh), 3 (relu), 4 (additive) or 5 (interpolated), got ", cell);
   return static_cast<Cell>(cell);
 }
 

@@ -14,13 +14,17 @@
 
 namespace seqkern {
 
-enum class Cell : int { lstm = 0, gru = 1, tanh = 2, relu = 3 };
+enum class Cell : int { lstm = 0, gru = 1, tanh = 2, relu = 3, additive = 4, interpolated = 5 };
 
-// Gates, each `hidden` wide. What is saved of a cell: LSTM its gates; GRU r, z, n and q = zh_n; RNN its output. Parts
-// of the gradients before activation: LSTM and RNN those of the gates; GRU those of zx_n, r, z and zh_n, in this order,
-// so that both the input's and the recurrent side's are contiguous.
-constexpr int64_t gate_count(Cell cell) { return cell == Cell::lstm ? 4 : cell == Cell::gru ? 3 : 1; }
-constexpr int64_t saved_count(Cell cell) { return cell == Cell::lstm || cell == Cell::gru ? 4 : 1; }
+// Gates, each `hidden` wide. What is saved of a cell: LSTM its gates; GRU r, z, n and q = zh_n; RNN its output;
+// additive u; interpolated f and u. Parts of the gradients before activation: those of the gates, but of a GRU those of
+// zx_n, r, z and zh_n, in this order, so that both the input's and the recurrent side's are contiguous.
+constexpr int64_t gate_count(Cell cell) {
+  return cell == Cell::lstm ? 4 : cell == Cell::gru ? 3 : cell == Cell::interpolated ? 2 : 1;
+}
+constexpr int64_t saved_count(Cell cell) { return cell == Cell::gru ? 4 : gate_count(cell); }
+// Whether h is also added to the next state, beside the products.
+constexpr bool adds_h(Cell cell) { return cell == Cell::gru || cell == Cell::additive || cell == Cell::interpolated; }
 // The first part of the gradients of the recurrent side.
 constexpr int64_t recurrent_part(Cell cell) { return cell == Cell::gru ? 1 : 0; }
 // Columns of the norms' weights and biases: of the products, and for LSTM of c.

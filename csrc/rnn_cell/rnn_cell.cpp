@@ -22,6 +22,7 @@ std::tuple<Tensor, Tensor, Tensor> rnn_cell_fwd(const Tensor& x_gates, const Ten
                                                 const MaybeTensor& c, int64_t cell_number) {
   const char* op = "rnn_cell_fwd";
   const Cell cell = cell_of(cell_number, op);
+  SK_CHECK(cell <= Cell::relu, op, ": cell must have an op of a single step, got ", cell_number);
   const bool lstm = cell == Cell::lstm;
   const Dtype dtype = dtype_of(h, op, "h");
   const ScalarType type = h.scalar_type();
@@ -58,6 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rnn_cell_bwd(const Tensor& grad_h, co
                                                         const Tensor& activated, int64_t cell_number) {
   const char* op = "rnn_cell_bwd";
   const Cell cell = cell_of(cell_number, op);
+  SK_CHECK(cell <= Cell::relu, op, ": cell must have an op of a single step, got ", cell_number);
   const bool lstm = cell == Cell::lstm, gru = cell == Cell::gru;
   const Dtype dtype = dtype_of(h, op, "h");
   const ScalarType type = h.scalar_type();

@@ -28,7 +28,7 @@ def aot_configurations(limit, thorough):
     cases = [(LSTM, half, 256, "plain"), (GRU, half, 256, "lengths"), (LSTM, single, 1024, "all")]
     whole = [(LSTM, half, 128, "lengths"), (GRU, half, 64, "lengths"), (LSTM, single, 64, "lengths")]
     if thorough:
-        cells, wide = range(4), (*floats, torch.float64)
+        cells, wide = range(6), (*floats, torch.float64)
         cases = [(cell, dtype, n, "plain") for cell in cells for dtype in wide for n in (30, 256)]
         cases += [(cell, torch.float16, 64, "plain") for cell in cells]
         cases += [(cell, dtype, 256, name) for cell in cells for dtype in wide for name in ("lengths", "expected")]

@@ -14,6 +14,8 @@ LSTM = tl.constexpr(0)
 GRU = tl.constexpr(1)
 RNN_TANH = tl.constexpr(2)
 RNN_RELU = tl.constexpr(3)
+ADDITIVE = tl.constexpr(4)
+INTERPOLATED = tl.constexpr(5)
 
 
 @triton.jit
@@ -233,8 +235,10 @@ def activate(a, c, peephole_ptr, H, column, CELL: tl.constexpr, ACC: tl.constexp
     elif CELL == GRU:
         r, z = sigmoid(a[0]), sigmoid(a[1])
         gates = (r, z, tanh(a[2] + r * a[3]), a[3])
-    elif CELL == RNN_TANH:
+    elif CELL == RNN_TANH or CELL == ADDITIVE:  # noqa: SIM109
         gates = (tanh(a[0]),)
+    elif CELL == INTERPOLATED:
+        gates = (sigmoid(a[0]), tanh(a[1]))
     else:
         gates = (tl.where(a[0] < 0, 0.0, a[0]),)
     return gates, new
@@ -245,6 +249,10 @@ def new_h(gates, h, CELL: tl.constexpr):
     """h^ of the cells other than the LSTM, before zoneout."""
     if CELL == GRU:
         y = (1.0 - gates[1]) * gates[2] + gates[1] * h
+    elif CELL == ADDITIVE:
+        y = h + gates[0]
+    elif CELL == INTERPOLATED:
+        y = gates[0] * h + (1.0 - gates[0]) * gates[1]
     else:
         y = gates[0]
     return y
@@ -262,6 +270,15 @@ def gradients(gates, h, grad, CELL: tl.constexpr):
         of_x = (grad_r, grad_z, grad_n)
         of_h = (grad_r, grad_z, grad_n * r)
         beside = grad * z
+    elif CELL == ADDITIVE:
+        of_x = (grad * (1.0 - gates[0] * gates[0]),)
+        of_h = of_x
+        beside = grad
+    elif CELL == INTERPOLATED:
+        f, u = gates
+        of_x = (grad * (h - u) * f * (1.0 - f), grad * (1.0 - f) * (1.0 - u * u))
+        of_h = of_x
+        beside = grad * f
     else:
         y = gates[0]
         if CELL == RNN_TANH:

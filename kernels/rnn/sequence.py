@@ -17,6 +17,7 @@ from ..._rnn_scan import GATES, Problem
 from .._common import TRITON_DTYPE, Launch, aligned, cdiv, dot, power_of_two, rounded
 from .cells import (
     GRU,
+    INTERPOLATED,
     LSTM,
     activate,
     flags,
@@ -205,7 +206,7 @@ def sequence_backward_kernel(
             beside = tl.zeros([BLOCK_B, BLOCK_H], ACC)
         else:
             h = grad
-            if CELL == GRU:
+            if CELL == GRU or CELL == INTERPOLATED:  # noqa: SIM109
                 before = ((t - 1 + 2 * backwards) * B + row) * D + d
                 h = state_before(
                     output_ptr, before, h0_ptr, t, backwards, d, row, column, live, length, reset, B, H, ACC

@@ -15,6 +15,7 @@ import triton.language as tl
 from .._common import aligned, rounded, scalar
 from .cells import (
     GRU,
+    INTERPOLATED,
     LSTM,
     activate,
     add_tiles,
@@ -331,7 +332,7 @@ def cell_backward_kernel(
         tl.store(grad_c_new_ptr + state, rounded(beside_c, grad_c_new_ptr.dtype.element_ty), mask=mask)
     else:
         h = grad
-        if CELL == GRU:
+        if CELL == GRU or CELL == INTERPOLATED:  # noqa: SIM109
             before = ((t - 1 + 2 * backwards) * B + row) * D + d
             h = state_before(output_ptr, before, h0_ptr, t, backwards, d, row, column, live, length, reset, B, H, ACC)
         of_x, of_h, past = gradients(gates, h, grad, CELL)

@@ -8,7 +8,7 @@ from seqkern.nn.ffn import FeedForward
 from seqkern.nn.highway import Highway
 from seqkern.nn.layer_norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from seqkern.nn.linear_cross_entropy import LinearCrossEntropy
-from seqkern.nn.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from seqkern.nn.rnn import GRU, LSTM, RNN, AdditiveRNN, GRUCell, InterpolatedRNN, LSTMCell, RNNCell
 from seqkern.nn.rope import RotaryEmbedding
 from seqkern.nn.transformer import (
     Transformer,
@@ -26,6 +26,7 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "AdditiveAttention",
+    "AdditiveRNN",
     "AttentionCache",
     "AttentionDecoder",
     "AttentionPages",
@@ -35,6 +36,7 @@ __all__ = [
     "FeedForward",
     "GRUCell",
     "Highway",
+    "InterpolatedRNN",
     "LSTMCell",
     "LayerNorm",
     "LinearCrossEntropy",

@@ -16,13 +16,16 @@ from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern._recording import check_not_nested, exports_onnx, is_proxy, record_module
 from seqkern.ops._rnn_checks import NO_NESTED, check_pair, check_probability, check_state, check_zoneout
-from seqkern.ops.rnn import CELLS, gru, lstm, rnn_relu, rnn_tanh
+from seqkern.ops.rnn import CELLS, additive_rnn, gru, interpolated_rnn, lstm, rnn_relu, rnn_tanh
 from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_cell
 
 Lengths: TypeAlias = Tensor | Sequence[int] | int | None  # a number beside an input without a batch
 State: TypeAlias = tuple[Tensor, Tensor]  # of an LSTM: h and c
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"LSTM": lstm, "GRU": gru, "RNN_TANH": rnn_tanh, "RNN_RELU": rnn_relu}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "LSTM": lstm, "GRU": gru, "RNN_TANH": rnn_tanh, "RNN_RELU": rnn_relu, "ADDITIVE_RNN": additive_rnn,
+    "INTERPOLATED_RNN": interpolated_rnn,
+}  # fmt: skip
 
 
 class _Recurrent(torch.nn.RNNBase):
@@ -113,7 +116,8 @@ class _Recurrent(torch.nn.RNNBase):
     ) -> tuple[Any, ...]:
         """Output, final state and, if wanted, all c, in the form of the input."""
         name = type(self).__name__
-        if exports_onnx() and not (return_all_c or self._options(lengths, resets)):
+        known = not isinstance(self, _Variant)
+        if exports_onnx() and known and not (return_all_c or self._options(lengths, resets)):
             return super().forward(input, hx)
         if isinstance(input, PackedSequence):
             if lengths is not None:
@@ -398,6 +402,87 @@ class RNN(_Recurrent, torch.nn.RNN):
             device=device, dtype=dtype,
         )  # fmt: skip
         self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
+
+
+class _Variant(_Recurrent):
+    """What torch.nn.RNNBase does not know: another mode, with `gates` times the rows of a simple network."""
+
+    gates: int
+    own_mode: str
+
+    @explicit
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        layer_norm: bool = False,
+        recurrent_dropout: float = 0.0,
+        zoneout: float = 0.0,
+        recompute: bool = False,
+        **unexpected: NoReturn,
+    ) -> None:
+        if unexpected:
+            refuse(type(self).__init__, unexpected, type(self).__name__)
+        super().__init__(
+            "RNN_TANH", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, device, dtype
+        )
+        self.mode = self.own_mode
+        for name, parameter in list(self.named_parameters()) if self.gates > 1 else ():
+            rows = torch.empty((self.gates * len(parameter), *parameter.shape[1:]), device=device, dtype=dtype)
+            setattr(self, name, torch.nn.Parameter(rows))
+        self.reset_parameters()
+        self._set_options(layer_norm, recurrent_dropout, zoneout, False, recompute)
+
+    def flatten_parameters(self) -> None:
+        """There is no cuDNN network of this kind, for which torch would make one block of the parameters."""
+
+
+class AdditiveRNN(_Variant):
+    """A network whose state is added to, h_t = h_{t-1} + tanh(W x_t + U h_{t-1} + b): see `seqkern.additive_rnn`.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as
+            `torch.nn.RNN`, whose parameters it has.
+        layer_norm, recurrent_dropout, zoneout, recompute: as `GRU`.
+
+    Shape: as `GRU`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> output, h_n = seqkern.nn.AdditiveRNN(5, 8)(torch.randn(10, 3, 5), lengths=[10, 2, 7])
+        >>> output.shape
+        torch.Size([10, 3, 8])
+    """
+
+    gates, own_mode = 1, "ADDITIVE_RNN"
+
+
+class InterpolatedRNN(_Variant):
+    """A network that interpolates, h_t = f_t * h_{t-1} + (1 - f_t) * u_t: see `seqkern.interpolated_rnn`.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as
+            `torch.nn.GRU`, with parameters of 2 * hidden_size rows: those of f, then of u.
+        layer_norm, recurrent_dropout, zoneout, recompute: as `GRU`.
+
+    Shape: as `GRU`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> output, h_n = seqkern.nn.InterpolatedRNN(5, 8, bidirectional=True)(torch.randn(10, 3, 5))
+        >>> output.shape
+        torch.Size([10, 3, 16])
+    """
+
+    gates, own_mode = 2, "INTERPOLATED_RNN"
 
 
 # ---- cells --------------------------------------------------------------------------------------------------------

@@ -15,9 +15,12 @@ from seqkern._recording import check_not_nested
 from seqkern.ops._autocast import autocasts
 from seqkern.ops._autograd import FLOATING, readable
 
-LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
-CELLS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
-GATES = (4, 3, 1, 1)
+LSTM, GRU, RNN_TANH, RNN_RELU, ADDITIVE, INTERPOLATED = range(6)
+CELLS = {
+    "lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU, "additive_rnn": ADDITIVE,
+    "interpolated_rnn": INTERPOLATED,
+}  # fmt: skip
+GATES = (4, 3, 1, 1, 1, 2)
 NO_NESTED = "pad it by torch.nested.to_padded_tensor and pass lengths, or pass modules a PackedSequence"
 
 
@@ -67,7 +70,7 @@ class Sizes:
 
 def kept_gates(cell: int) -> int:
     """The gates kept of a step, in multiples of H: a GRU keeps U_n h besides its three gates."""
-    return 4 if cell in (LSTM, GRU) else 1
+    return 4 if cell == GRU else GATES[cell]
 
 
 def check_tensor(op: str, name: str, t: Any, dim: int) -> None:

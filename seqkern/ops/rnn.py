@@ -33,6 +33,7 @@ from seqkern.ops._rnn_checks import (
     check_tensor,
     check_weights,
     check_zoneout,
+    kept_gates,
     prepare_lengths,
     prepare_resets,
     prepare_seed,
@@ -373,6 +374,119 @@ def rnn_relu(
     )[:2]  # fmt: skip
 
 
+@explicit
+def additive_rnn(
+    input: Tensor,
+    hx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    num_layers: int = 1,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+    training: bool = False,
+    norms: Sequence[Tensor] | None = None,
+    recurrent_dropout: float = 0.0,
+    zoneout: float = 0.0,
+    resets: Tensor | None = None,
+    recompute: bool = False,
+    seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
+) -> tuple[Tensor, Tensor]:
+    """A recurrent network whose state is added to, the first of two steps from the simple one towards an LSTM.
+
+    u_t = tanh(W x_t + b + U h_{t-1} + b'), h_t = h_{t-1} + u_t: gradients reach earlier steps undiminished.
+
+    Args:
+        input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
+        hx: h before the first step, (num_layers * directions, B, H) in the input's dtype; None for zeros.
+        weights: as `gru`, w_ih (H, I), w_hh (H, H), b_ih (H,) and b_hh (H,).
+        lengths, num_layers, bidirectional, batch_first, dropout, training, norms, recurrent_dropout, zoneout, resets,
+            recompute, seed: as `gru`; recurrent dropout drops the h of the product, not that which is added to.
+
+    Returns:
+        As `gru`.
+
+    Raises:
+        As `lstm`.
+
+    Source: the textbooks' step between the simple network and gated ones; options: as `lstm`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> x, rnn = torch.randn(10, 3, 5), torch.nn.RNN(5, 8)
+        >>> output, h_n = seqkern.additive_rnn(x, None, list(rnn.parameters()))
+        >>> output.shape
+        torch.Size([10, 3, 8])
+    """
+    if is_proxy(input):
+        return record(additive_rnn, locals())
+    if unexpected:
+        refuse(additive_rnn, unexpected)
+    return _network(
+        "additive_rnn", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training, norms,
+        recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
+
+
+@explicit
+def interpolated_rnn(
+    input: Tensor,
+    hx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    num_layers: int = 1,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+    training: bool = False,
+    norms: Sequence[Tensor] | None = None,
+    recurrent_dropout: float = 0.0,
+    zoneout: float = 0.0,
+    resets: Tensor | None = None,
+    recompute: bool = False,
+    seed: int | Tensor | None = None,
+    **unexpected: NoReturn,
+) -> tuple[Tensor, Tensor]:
+    """A recurrent network that interpolates its old state and a new one, the second step towards an LSTM.
+
+    f_t = sigmoid(W_f x_t + b_f + U_f h_{t-1} + b'_f), u_t = tanh(W x_t + b + U h_{t-1} + b'),
+    h_t = f_t * h_{t-1} + (1 - f_t) * u_t: `gru` without its reset gate, f its z.
+
+    Args:
+        input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.
+        hx: h before the first step, (num_layers * directions, B, H) in the input's dtype; None for zeros.
+        weights: as `gru`, w_ih (2H, I), w_hh (2H, H), b_ih (2H,) and b_hh (2H,), gates in the order f, u.
+        lengths, num_layers, bidirectional, batch_first, dropout, training, norms, recurrent_dropout, zoneout, resets,
+            recompute, seed: as `gru`; recurrent dropout drops the h of the product, not that which is interpolated.
+
+    Returns:
+        As `gru`.
+
+    Raises:
+        As `lstm`.
+
+    Source: the textbooks' step between the additive network and the LSTM; options: as `lstm`.
+
+    Example:
+        >>> import torch, seqkern
+        >>> x, weights = torch.randn(10, 3, 5), [torch.randn(16, 5), torch.randn(16, 8)]
+        >>> output, h_n = seqkern.interpolated_rnn(x, None, weights)
+        >>> output.shape
+        torch.Size([10, 3, 8])
+    """
+    if is_proxy(input):
+        return record(interpolated_rnn, locals())
+    if unexpected:
+        refuse(interpolated_rnn, unexpected)
+    return _network(
+        "interpolated_rnn", input, hx, weights, lengths, num_layers, bidirectional, batch_first, dropout, training,
+        norms, recurrent_dropout, zoneout, resets, recompute, seed,
+    )[:2]  # fmt: skip
+
+
 def _is_plain(
     lengths: Any,
     num_layers: Any,
@@ -444,7 +558,10 @@ def _network(
     input, h0, c0, *weights = autocast(input, *hx, *weights)
     peepholes = None if peepholes is None else [t.to(input.dtype) for t in peepholes]
 
-    recompute = recompute and cell in (LSTM, GRU)  # what an RNN keeps is h, and of a rounded h relu's slope is another
+    recompute = recompute and cell not in (
+        RNN_TANH,
+        RNN_RELU,
+    )  # what an RNN keeps is h, and of a rounded h relu's slope is another
     directions, backend = sizes.directions, backend_for(op, input)
     x = input.transpose(0, 1) if batch_first else input
     if lengths is not None:  # what stands past the end is not to be multiplied, by a zero gradient even
@@ -535,15 +652,15 @@ def cost(
 ) -> Cost:
     """Work of one layer in one direction, in its products; `backward` counts the backward pass alone.
 
-    `cell` is "lstm", "gru", "rnn_tanh" or "rnn_relu". `training` counts what the forward pass keeps, in the
+    `cell` is the name of a function here. `training` counts what the forward pass keeps, in the
     accumulation type; with `recompute` that is c alone, and the backward pass has the products of the forward again.
     """
     kind = CELLS[cell]
-    recompute = recompute and kind in (LSTM, GRU)  # as `_network`
+    recompute = recompute and kind not in (RNN_TANH, RNN_RELU)  # as `_network`
     rows, size, gates = steps * batch, dtype.itemsize, GATES[kind] * hidden
     flops = 2 * rows * gates * (inputs + hidden)
     parameters = gates * (inputs + hidden + 2)
-    per_row = (0 if recompute else (4, 4, 1, 1)[kind]) + (kind == LSTM)
+    per_row = (0 if recompute else kept_gates(kind)) + (kind == LSTM)
     kept = rows * per_row * hidden * (8 if dtype == torch.float64 else 4)
     if backward:  # reads x, y, dy, the weights and what was kept; writes dx and the weights' gradients
         return Cost(

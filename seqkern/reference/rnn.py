@@ -12,7 +12,7 @@ from seqkern.reference.dropout import keep_mask
 from seqkern.reference.layer_norm import layer_norm
 from seqkern.reference.rnn_cell import gru_step, lstm_cell
 
-LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
+LSTM, GRU, RNN_TANH, RNN_RELU, ADDITIVE, INTERPOLATED = range(6)
 
 
 def rnn(input: Tensor, h0: Tensor, c0: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ def scan(
     x, h, c, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm = (
         None if t is None else t.to(wide) for t in (input, h, c, w_ih, w_hh, b_ih, b_hh, w_hr, peephole, norm)
     )
-    (steps, batch), (width, hidden) = input.shape[:2], (h.shape[1], len(w_hh) // (4, 3, 1, 1)[cell])
+    (steps, batch), (width, hidden) = input.shape[:2], (h.shape[1], len(w_hh) // (4, 3, 1, 1, 1, 2)[cell])
     x = x if w_ih is None else F.linear(x, w_ih, b_ih)
     if norm is not None:
         n_weight, n_bias, *of_c = norm.split([len(w_hh)] * 2 + [hidden] * 2 * (cell == LSTM))
@@ -71,8 +71,7 @@ def scan(
             c = cells[t] = torch.where(active, new_c, c)
         else:
             new_h = rnn_step(x[t], h_gates, old_h, None, cell)[0]
-        new_h = _zoneout(old_h, new_h, zoneout_h, seed, (2 * d * steps + t) * batch)
-        h = torch.where(active, new_h, h)
+        h = torch.where(active, _zoneout(old_h, new_h, zoneout_h, seed, (2 * d * steps + t) * batch), h)
         outputs[t], cells[t] = torch.where(active, h, 0), torch.where(active, cells[t], 0)
     empty = h.new_zeros(0, batch, width), h.new_zeros(0, batch, hidden)
     return torch.stack(outputs) if steps else empty[0], h, c, torch.stack(cells) if steps else empty[1]
@@ -84,6 +83,11 @@ def rnn_step(x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Any, cell: int) -> 
         return lstm_cell(x_gates, h_gates, c)
     if cell == GRU:
         return (gru_step(x_gates, h_gates, h),)
+    if cell == ADDITIVE:  # the state is added to
+        return (h + (x_gates + h_gates).tanh(),)
+    if cell == INTERPOLATED:  # f, u: what is forgotten makes room for what is new
+        f, u = (x_gates + h_gates).chunk(2, -1)
+        return (f.sigmoid() * h + (-f).sigmoid() * u.tanh(),)
     return ((x_gates + h_gates).tanh() if cell == RNN_TANH else (x_gates + h_gates).relu(),)
 
 

@@ -101,6 +101,8 @@ CASES: dict[str, Case] = {
     "gru": rnn_case("gru"),
     "rnn_tanh": rnn_case("rnn_tanh"),
     "rnn_relu": rnn_case("rnn_relu"),
+    "additive_rnn": rnn_case("additive_rnn"),
+    "interpolated_rnn": rnn_case("interpolated_rnn"),
     "lstm_options": rnn_case("lstm", 17, 7, 12, 33, projection=20, peepholes=True, **ALL_OPTIONS),
     "gru_options": rnn_case("gru", 17, 7, 12, 33, **ALL_OPTIONS),
     "lstm_cell": rnn_cell_case("lstm"),
@@ -126,7 +128,7 @@ def verify(
             "highway", "highway_options", "embedding", "rope";
             "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
             gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,
-            "lstm_options", "gru_options", "tree_lstm" or "tree_lstm_options".
+            "additive_rnn", "interpolated_rnn", "lstm_options", "gru_options", "tree_lstm" or "tree_lstm_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from seqkern.ops._rnn_checks import CELLS
 from seqkern.testing._checks import Case, ErrorReport, check_case
 from seqkern.testing.attention import attention_case
 from seqkern.testing.cross_entropy import cross_entropy_case
@@ -172,7 +173,7 @@ def _flavour(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rnn(rng: random.Random) -> tuple[dict[str, Any], Case]:
-    cell, steps, batch = rng.choice(("lstm", "gru", "rnn_tanh", "rnn_relu")), rng.randint(1, 9), rng.randint(1, 9)
+    cell, steps, batch = rng.choice(list(CELLS)), rng.randint(1, 9), rng.randint(1, 9)
     options: dict[str, Any] = {"cell": cell, "steps": steps, "batch": batch}
     options |= {"inputs": rng.choice((1, 5, 17, 33)), "hidden": rng.choice((2, 7, 16, 33, 64))}
     options |= _options(

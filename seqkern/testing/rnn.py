@@ -10,7 +10,7 @@ from torch import Tensor
 
 import seqkern
 from seqkern import reference
-from seqkern.ops._rnn_checks import CELLS, GATES, GRU, LSTM, RNN_RELU, RNN_TANH
+from seqkern.ops._rnn_checks import ADDITIVE, CELLS, GATES, GRU, INTERPOLATED, LSTM, RNN_RELU, RNN_TANH
 from seqkern.testing._checks import Case, normal
 
 
@@ -73,6 +73,8 @@ def rnn_case(
                     tensors[name] += 4 - 8 * (torch.arange(hidden) % 2)
             if name.startswith("w_hh") and hidden == 1:  # larger weights make gradients grow from step to step
                 tensors[name] *= 0.5
+            if kind == ADDITIVE and name[:2] in ("w_", "b_"):  # where they grow by (1 + size)^steps, and h with them
+                tensors[name] *= min(1, 4 / max(steps, 1))
             if name.startswith("norm") and "weight" in name:  # a gain of 1 for U h does the same
                 tensors[name] += 0.25 if "_hh" in name else 1
         return tensors
@@ -154,7 +156,15 @@ def rnn_case(
             flipped[name] = t
         x, state = input.flip(1, 2), [h0.flip(1, 2), *([] if c0 is None else [c0.flip(1, 2)])]
         ends = None if lengths is None else torch.tensor(lengths).flip(0)
-        if norms or peepholes or resets or recurrent_dropout or any(zoneout) or (ends is not None and 0 in ends):
+        if (
+            kind >= ADDITIVE
+            or norms
+            or peepholes
+            or resets
+            or recurrent_dropout
+            or any(zoneout)
+            or (ends is not None and 0 in ends)
+        ):
             output, *state = loop(x, state, flipped, ends)
         else:
             function: Any = getattr(torch._VF, cell)
@@ -232,6 +242,11 @@ def rnn_case(
                         r, z = (torch.sigmoid(a + b) for a, b in zip(gates[:2], gates_h[:2], strict=True))
                         n = torch.tanh(gates[2] + r * gates_h[2])
                         new_h = n + z * (old_h - n)
+                    elif kind == ADDITIVE:
+                        new_h = old_h + torch.tanh(zx[t] + zh)
+                    elif kind == INTERPOLATED:
+                        f, u = (a + b for a, b in zip(gates, gates_h, strict=True))
+                        new_h = torch.lerp(torch.tanh(u), old_h, torch.sigmoid(f))
                     else:
                         new_h = torch.tanh(zx[t] + zh) if kind == RNN_TANH else torch.relu(zx[t] + zh)
                     h = torch.where(active, zone(new_h, old_h, 0, stays, d, t), h)

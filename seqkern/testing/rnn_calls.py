@@ -17,8 +17,8 @@ import torch
 from seqkern import _library, _rnn_cuda, reference
 from seqkern.testing._checks import poison
 
-LSTM, GRU, RNN_TANH, RNN_RELU = range(4)
-GATES, KEPT = (4, 3, 1, 1), (4, 4, 1, 1)
+LSTM, GRU, RNN_TANH, RNN_RELU, ADDITIVE, INTERPOLATED = range(6)
+GATES, KEPT = (4, 3, 1, 1, 1, 2), (4, 4, 1, 1, 1, 2)
 LISTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "peephole", "norm")
 RESULTS = ("grad_input", "grad_h0", "grad_c0", *(f"grad_{name}" for name in LISTS))
 
@@ -209,7 +209,7 @@ def check(case: OpCase, seed: int = 0) -> None:
 def sample(seed: int, device: str = "cpu") -> OpCase:
     """A random call with random options."""
     r = random.Random(seed)
-    cell = r.choice([LSTM, LSTM, LSTM, GRU, GRU, RNN_TANH, RNN_RELU])
+    cell = r.choice([LSTM, LSTM, LSTM, GRU, GRU, RNN_TANH, RNN_RELU, ADDITIVE, INTERPOLATED])
     steps, batch, hidden = r.choice([0, 1, 2, 3, 5]), r.choice([1, 2, 3, 17]), r.choice([1, 3, 8, 16, 17])
     directions = r.choice([1, 1, 2])
     projection = r.choice([None, None, 1, 5]) if cell == LSTM and hidden > 5 else None

@@ -122,6 +122,8 @@ CALLS = {
     "add_rms_norm": (lambda f, x: f(x, x, (4,), W[0]), Q),
     "lstm": (lambda f, x: f(x, None, [W, W, BIAS, BIAS]), Q[0]),
     "gru": (lambda f, x: f(x, None, [W[:12], W[:12]], lengths=[6, 3]), Q[0].transpose(0, 1)),
+    "additive_rnn": (lambda f, x: f(x, None, [W[:4], W[:4]]), Q[0]),
+    "interpolated_rnn": (lambda f, x: f(x, None, [W[:8], W[:8]], lengths=[6, 3]), Q[0].transpose(0, 1)),
     "rnn_tanh": (lambda f, x: f(x, None, [W[:4], W[:4]]), Q[0]),
     "rnn_relu": (lambda f, x: f(x, None, [W[:4], W[:4]], batch_first=True), Q[0]),
     "lstm_cell": (lambda f, x: f(x, (x, x), W, W, BIAS, BIAS), Q[0, 0]),

@@ -51,12 +51,18 @@ def run(cell, *tensors, **options):
 
 
 def torch_run(cell, *tensors, num_layers=1, bidirectional=False, batch_first=False):
+    if not hasattr(torch, cell):  # torch has no such network: the equations
+        with seqkern.use_backend("reference"):
+            return run(cell, *tensors, num_layers=num_layers, bidirectional=bidirectional, batch_first=batch_first)
     x, hx, weights = split(cell, tensors)
     bias = len(weights) == 4 * num_layers * (2 if bidirectional else 1)
     return getattr(torch, cell)(x, hx, weights, bias, num_layers, 0.0, False, bidirectional, batch_first)
 
 
 def run_cell(cell, *tensors):
+    if not hasattr(seqkern, f"{cell}_cell"):  # a layer of one step
+        x, h, *weights = tensors
+        return (run(cell, x[None], h[None], *weights)[1][0],)
     state = getattr(seqkern, f"{cell}_cell")(*split(cell, tensors)[:2], *split(cell, tensors)[2])
     return state if cell == "lstm" else (state,)
 
@@ -163,7 +169,9 @@ def test_far_saturated_sequence_is_finite(cell, dtype, isa):
     tensors[0] *= 100 if (cell, dtype) == ("rnn_relu", torch.float16) else 1e4
     results = everything(cell, tensors, recompute=True) if cell != "rnn_relu" else everything(cell, tensors)
     assert all(t.isfinite().all() for t in results)
-    assert cell == "rnn_relu" or results[0].abs().max() <= max(1, tensors[1].abs().max())
+    start = tensors[1].abs().max()
+    bound = {"rnn_relu": float("inf"), "additive_rnn": start + 9}.get(cell, max(1, start))
+    assert results[0].abs().max() <= bound
 
 
 def test_bad_numbers_stay_in_their_sequence(cell, isa):

@@ -564,7 +564,7 @@ def test_errors_name_the_argument(error, words, call):
         ("recurrent_mask must have size 7 in dimension 2, got 6", {12: torch.ones(1, 3, 6)}),
         ("norm must have size 70 in dimension 0, got 56", {9: [torch.ones(56)]}),
         ("peephole must have size 3 in dimension 0, got 2", {8: [torch.ones(2, 7)]}),
-        ("cell must be", {17: 4}),
+        ("cell must be", {17: 6}),
     ],
 )
 def test_the_op_itself_guards_its_pointers(words, change):

@@ -286,7 +286,11 @@ def main(what: str, *arguments: str) -> None:
         for seed in range(*map(int, arguments)):
             case = sample(seed)
             case = replace(
-                case, projection=None, peephole=False, dtype=F32 if case.dtype == torch.float64 else case.dtype
+                case,
+                cell=min(case.cell, RNN_RELU),
+                projection=None,
+                peephole=False,
+                dtype=F32 if case.dtype == torch.float64 else case.dtype,
             )
             case = replace(case, hidden=random.Random(seed).choice([case.hidden, 24, 35, 50]))
             tier = random.Random(seed).choice(["auto", "grid"])

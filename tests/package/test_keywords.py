@@ -52,6 +52,8 @@ ARGUMENTS = {
     "generate": (lambda chunk, state: (X[0][chunk.tokens], state), None, torch.zeros(1, 1, dtype=torch.int64)),
     "lstm": (X, None, [torch.ones(16, 4), torch.ones(16, 4)]),
     "gru": (X, None, [torch.ones(12, 4), torch.ones(12, 4)]),
+    "additive_rnn": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),
+    "interpolated_rnn": (X, None, [torch.ones(8, 4), torch.ones(8, 4)]),
     "rnn_tanh": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),
     "rnn_relu": (X, None, [torch.ones(4, 4), torch.ones(4, 4)]),
     "lstm_cell": (X[0], (H[0], H[0]), torch.ones(16, 4), torch.ones(16, 4)),
@@ -62,6 +64,7 @@ ARGUMENTS = {
 REQUIRED: dict[str, dict[str, int]] = {"generate": {"max_new_tokens": 1}}
 MODULES = {"LayerNorm": (4,), "RMSNorm": (4,), "AddLayerNorm": (4,), "AddRMSNorm": (4,)}
 MODULES |= {"AttentionDecoder": (4, 4, 4), "Highway": (4,), "ChildSumTreeLSTM": (4, 4), "NaryTreeLSTM": (4, 4)}
+MODULES |= dict.fromkeys(("AdditiveRNN", "InterpolatedRNN"), (4, 4))
 MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy", "FeedForward", "AdditiveAttention"), (4, 4))
 
 

@@ -326,6 +326,7 @@ from seqkern.kernels import _replay
 q, x, h = torch.randn(1, 2, 70, 64), torch.randn(5, 3, 40), torch.randn(1, 3, 24)
 packed, matrix = torch.randn(70, 2, 64), torch.randn(3, 40)
 tensors = {"attention_varlen": (packed,) * 3, "lstm": (x, h), "gru": (x, h), "rnn_tanh": (x, h), "rnn_relu": (x, h)}
+tensors |= {"additive_rnn": (x, h), "interpolated_rnn": (x, h)}
 tensors |= {f"{op}_cell": (matrix, h[0]) for op in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 for op in ("attention", "scaled_dot_product_attention", "attention_decode"):
     tensors[op] = (q,) * 3

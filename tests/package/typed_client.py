@@ -158,6 +158,11 @@ def recurrent(wanted: bool) -> None:
     assert_type(seqkern.gru(x, state, weights[3], resets=resets, training=True, zoneout=0.1, seed=1), Pair)
     assert_type(seqkern.rnn_tanh(x, state, weights[1], lengths=torch.tensor([5, 1, 2])), Pair)
     assert_type(seqkern.rnn_relu(x, None, weights[1], recompute=True), Pair)
+    assert_type(seqkern.additive_rnn(x, state, weights[1]), Pair)
+    assert_type(seqkern.nn.AdditiveRNN(4, 8).forward(x), Pair)
+    interpolated = seqkern.nn.InterpolatedRNN(4, 8, layer_norm=True)
+    assert_type(interpolated.forward(x, lengths=[3, 1, 2]), Pair)
+    assert_type(seqkern.interpolated_rnn(x, None, list(seqkern.nn.InterpolatedRNN(4, 8).parameters())), Pair)
 
     h = torch.zeros(3, 8)
     assert_type(seqkern.lstm_cell(x[0], (h, h), *weights[4]), Pair)

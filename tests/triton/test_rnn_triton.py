@@ -19,7 +19,21 @@ import torch
 import seqkern
 from seqkern import reference
 from seqkern.testing import check_case, poison, rnn_case
-from seqkern.testing.rnn_calls import GATES, GRU, KEPT, LSTM, RNN_RELU, RNN_TANH, OpCase, build, check, near, sample
+from seqkern.testing.rnn_calls import (
+    ADDITIVE,
+    GATES,
+    GRU,
+    INTERPOLATED,
+    KEPT,
+    LSTM,
+    RNN_RELU,
+    RNN_TANH,
+    OpCase,
+    build,
+    check,
+    near,
+    sample,
+)
 
 
 def check_cell(cell: int, batch: int, hidden: int, dtype: torch.dtype, strided: bool, device: str = "cpu") -> None:
@@ -79,6 +93,13 @@ CASES = {
     "tanh by steps": OpCase(cell=RNN_TANH, by_steps=True, directions=2),
     "relu": OpCase(cell=RNN_RELU, dtype=torch.bfloat16),
     "relu by steps": OpCase(cell=RNN_RELU, by_steps=True, directions=2),
+    "additive": OpCase(cell=ADDITIVE, directions=2, hidden=17),
+    "additive by steps": OpCase(cell=ADDITIVE, by_steps=True, lengths=(3, 1, 2), resets=0.3),
+    "additive, everything": OpCase(**ALL | {"zoneout": (0.3, 0.0)}, cell=ADDITIVE, lengths=(3, 0, 2)),
+    "interpolated": OpCase(cell=INTERPOLATED, directions=2, batch=17, dtype=torch.bfloat16),
+    "interpolated by steps": OpCase(cell=INTERPOLATED, by_steps=True, hidden=17, keep=False, resets=0.3),
+    "interpolated, lengths": OpCase(cell=INTERPOLATED, directions=2, lengths=(3, 0, 2), keep=False),
+    "interpolated, everything": OpCase(**ALL | {"zoneout": (0.3, 0.0)}, cell=INTERPOLATED, lengths=(3, 1, 2)),
     "lengths": OpCase(directions=2, batch=5, lengths=(3, 0, 1, 2, 2)),
     "lengths by steps": OpCase(directions=2, batch=5, lengths=(3, 0, 1, 2, 2), by_steps=True),
     "GRU, lengths": OpCase(cell=GRU, directions=2, batch=5, lengths=(3, 0, 1, 2, 2), by_steps=True, keep=False),
@@ -202,6 +223,8 @@ def error_rule(device: str = "cpu") -> None:
         "GRU": rnn_case("gru", **both | {"hidden": 17}),
         "tanh": rnn_case("rnn_tanh", **small),
         "relu": rnn_case("rnn_relu", bias=False, **small),
+        "additive": rnn_case("additive_rnn", **ragged),
+        "interpolated": rnn_case("interpolated_rnn", recompute=True, **ragged),
         "lengths": rnn_case("lstm", **ragged),
         "GRU, lengths, recompute": rnn_case("gru", recompute=True, **ragged),
         "projection": rnn_case("lstm", projection=4, **both),

@@ -36,7 +36,7 @@ from seqkern.testing.attention_calls import CASES, OpCase, sample
 from seqkern.testing.attention_calls import call as call_attention
 from seqkern.testing.option_sets import ATTENTION_OPTIONS, ATTENTION_SHAPES, PACKED_LENGTHS, PACKED_OPTIONS
 
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # of single steps
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MASKED_DROPOUT = OpCase(lengths=((33, 70),) * 2, mask="added", dropout_p=0.3, dtype=torch.float64)
 Call = tuple[str, Callable[[], Any]]
@@ -259,14 +259,14 @@ def rnn_calls(quick: bool) -> Iterator[Call]:
             continue
         for dtype in [case.dtype] if quick else DTYPES:
             yield f"rnn {name} {dtype}", partial(layers.call, replace(case, dtype=dtype))
-    for cell in range(4):
+    for cell in range(6):
         for hidden in [] if quick else [31, 32, 64, 100, 128, 200, 256]:
             for dtype in DTYPES:
                 case = layers.OpCase(cell=cell, steps=9, batch=33, hidden=hidden, directions=2, dtype=dtype)
                 yield f"rnn {cell} of {hidden} {dtype}", partial(layers.call, case)
     for seed in [] if quick else [*rnn.RANDOM, *range(1100, 1180)]:
         yield f"rnn sample {seed}", partial(layers.call, layers.sample(seed), seed)
-    for cell in [] if quick else CELLS:
+    for cell in [] if quick else [*CELLS, "additive_rnn", "interpolated_rnn"]:
         for dtype in DTYPES:
             for shape in [(1, 1, 1, 64), (65, 33, 7, 129), (65, 8, 64, 256)]:
                 case = testing.rnn_case(cell, *shape)

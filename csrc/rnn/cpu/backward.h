@@ -53,7 +53,8 @@ template <class A, Cell kCell, bool Plain>
 struct Backward {
   static constexpr int G = static_cast<int>(gate_count(kCell)), R = static_cast<int>(saved_count(kCell));
   static constexpr int kPart = static_cast<int>(recurrent_part(kCell));
-  static constexpr bool kLstm = kCell == Cell::lstm, kGru = kCell == Cell::gru;
+  static constexpr bool kLstm = kCell == Cell::lstm, kGru = kCell == Cell::gru, kAdds = adds_h(kCell);
+  static constexpr bool kReadsH = kGru || kCell == Cell::interpolated;
 
   const RnnBackward& p;
   const RnnLayer& l;
@@ -88,7 +89,7 @@ struct Backward {
                      .direct = state.direct + i * state.h_stride,
                      .dc = state.dc + i * state.c_stride,
                      .sums = p.sums ? static_cast<A*>(p.sums) + row * p.sum_columns : nullptr};
-    if ((kLstm || kGru) && !rows.reset(t, i)) {
+    if ((kLstm || kReadsH) && !rows.reset(t, i)) {
       const int64_t previous = rows.previous(t, i);
       if (kLstm) {
         r.c_prev = previous < 0 ? at(p.c0, row * H) : at(p.cells, (previous * l.batch + row) * H);
@@ -119,7 +120,7 @@ struct Backward {
       for (int64_t u = begin; u < end; u += W<A>) {
         Vec<A> v = load(products + i * stride + u - begin);
         if (!Plain && mask) v *= load_upto(mask + u, end - u);
-        if (kGru || (!Plain && l.zoneout.active)) v += load(direct + u);
+        if (kAdds || (!Plain && l.zoneout.active)) v += load(direct + u);
         store(dh + u, v);
       }
     }
@@ -203,7 +204,7 @@ struct Backward {
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.gates + g * H + u);
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.grad_z + g * H + u, 1);
       if (kLstm && r.c_prev) __builtin_prefetch(r.c_prev + u);
-      if (kGru && r.h_prev) prefetch_as<A>(l.dtype, r.h_prev, r.h_prev_at + u);
+      if (kReadsH && r.h_prev) prefetch_as<A>(l.dtype, r.h_prev, r.h_prev_at + u);
       if (p.grad_output) prefetch_as<A>(l.dtype, p.grad_output, r.grad_output + u);
     }
   }
@@ -250,9 +251,12 @@ struct Backward {
   SK_INLINE void other_cell(const BackwardRow<A>& r, int64_t u, Vec<A> dh) const {
     Vec<A> s[R], d[R];
     load_gates(r, u, s);
-    if constexpr (kGru) {
-      const Vec<A> direct =
-          gru_gradient<A>(s, r.h_prev ? load_as<A>(l.dtype, r.h_prev, r.h_prev_at + u, P - u) : Vec<A>{}, dh, d);
+    if constexpr (kAdds) {
+      Vec<A> direct = dh, h_prev = {};
+      if (kReadsH && r.h_prev) h_prev = load_as<A>(l.dtype, r.h_prev, r.h_prev_at + u, P - u);
+      if constexpr (kGru) direct = gru_gradient<A>(s, h_prev, dh, d);
+      else if constexpr (kReadsH) direct = interpolated_gradient<A>(s, h_prev, dh, d);
+      else d[0] = dh * (A(1) - s[0] * s[0]);
       store(r.direct + u, Plain || !l.zoneout.active ? direct : direct + load(r.direct + u));
     } else {
       d[0] = rnn_gradient<A>(s[0], dh, l.cell == Cell::relu);

@@ -9,6 +9,9 @@
 //                                                                               Cho et al. 2014; torch's order of gates
 //          dzx_n = dh^ (1-z) (1-n^2),  dr' = dzx_n q r(1-r),  dz' = dh^ (h' - n) z(1-z),  dq = dzx_n r,  dh' += dh^ z
 //   RNN    h^ = tanh(z) or max(z, 0)                                                                        Elman 1990
+//   Additive      u = tanh(z),  h^ = h' + u;                                dz = dh^ (1 - u^2),  dh' += dh^
+//   Interpolated  f = sigmoid(z_f), u = tanh(z_u),  h^ = f h' + (1 - f) u:  two steps from the RNN towards the LSTM
+//          df' = dh^ (h' - u) f(1-f),  du' = dh^ (1-f) (1-u^2),  dh' += dh^ f
 //   Layer normalisation: y = x^ w + b with x^ = (x - mean) rstd;  dx = rstd (g - mean(g) - x^ mean(g x^)) with g = dy w
 //                                                                                                   Ba et al. 2016
 #pragma once
@@ -81,6 +84,20 @@ SK_INLINE Vec<A> gru_gradient(const Vec<A> (&s)[4], Vec<A> h, Vec<A> dh, Vec<A> 
   d[2] = dh * (h - s[2]) * (s[1] * (A(1) - s[1]));
   d[3] = d[0] * s[0];
   return dh * s[1];
+}
+
+// s becomes f, u; returns h^.
+template <class A>
+SK_INLINE Vec<A> interpolated_state(Vec<A> (&s)[2], Vec<A> h) {
+  s[0] = sigmoid<A>(s[0]), s[1] = tanh<A>(s[1]);
+  return s[0] * h + (A(1) - s[0]) * s[1];
+}
+// d: the gradients of f and u before activation. Returns the part of h's gradient that bypasses the gates.
+template <class A>
+SK_INLINE Vec<A> interpolated_gradient(const Vec<A> (&s)[2], Vec<A> h, Vec<A> dh, Vec<A> (&d)[2]) {
+  d[0] = dh * (h - s[1]) * (s[0] * (A(1) - s[0]));
+  d[1] = dh * (A(1) - s[0]) * (A(1) - s[1] * s[1]);
+  return dh * s[0];
 }
 
 // NaN stays NaN, as in torch.
@@ -189,6 +206,15 @@ void norm_gradient_row(const A* x, int64_t n, const RowNorm<A>& norm, const A* w
 }  // namespace seqkern
 
 // Runs a statement with the cell as the constant `kCell`: that of tanh for both RNNs, which part at run time.
+// With every cell of a layer; below, with those that have an op of a single step.
+#define SK_LAYER_CELL(cell, ...)               \
+  if (cell == Cell::additive) {                \
+    constexpr Cell kCell = Cell::additive;     \
+    __VA_ARGS__;                               \
+  } else if (cell == Cell::interpolated) {     \
+    constexpr Cell kCell = Cell::interpolated; \
+    __VA_ARGS__;                               \
+  } else SK_CELL(cell, __VA_ARGS__)
 #define SK_CELL(cell, ...)             \
   if (cell == Cell::lstm) {            \
     constexpr Cell kCell = Cell::lstm; \

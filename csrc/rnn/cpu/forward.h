@@ -148,6 +148,17 @@ struct Forward {
       if (gates)
         for (int g = 0; g < 4; ++g) store_upto(gates + g * H + u, s[g], n);
       return h_new;
+    } else if constexpr (kCell == Cell::interpolated) {
+      Vec<A> s[2];
+      for (int g = 0; g < 2; ++g) s[g] = load_upto(zx + g * zx_gate, n) + load(zh + g * zh_gate);
+      const Vec<A> h_new = interpolated_state<A>(s, h_prev);
+      if (gates)
+        for (int g = 0; g < 2; ++g) store_upto(gates + g * H + u, s[g], n);
+      return h_new;
+    } else if constexpr (kCell == Cell::additive) {
+      const Vec<A> added = tanh<A>(load_upto(zx, n) + load(zh));
+      if (gates) store_upto(gates + u, added, n);
+      return h_prev + added;
     } else {
       const Vec<A> h_new = rnn_state<A>(load_upto(zx, n) + load(zh), l.cell == Cell::relu);
       if (gates) store_upto(gates + u, h_new, n);
@@ -370,7 +381,7 @@ struct Forward {
       keep_c(r, c_prev, c_new, u, zoneout[1]);
       keep_h(r, o * tanh<A>(c_new), u, zoneout[0]);
     } else {
-      const Vec<A> h_prev = kCell == Cell::gru ? load(r.h + u) : Vec<A>{};
+      const Vec<A> h_prev = adds_h(kCell) ? load(r.h + u) : Vec<A>{};
       keep_h(r, gates_of(zx, zx_gate, product, W<A>, h_prev, h_prev, u, r.gates, o), u, zoneout[0]);
     }
   }

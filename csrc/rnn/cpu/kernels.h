@@ -37,20 +37,21 @@ int64_t backward_scratch_bytes(const RnnLayer& l, int64_t rows) {
 }
 
 void forward_turn(const RnnForward& p, const RnnShare& share, int64_t turn, int64_t begin, int64_t end, void* scratch) {
-  SK_CELL(p.layer->cell,
-          SK_BY_ACC(p.layer->dtype, forward_cell_turn<A, kCell>(p, share, turn, begin, end, static_cast<A*>(scratch))));
+  SK_LAYER_CELL(p.layer->cell, SK_BY_ACC(p.layer->dtype, forward_cell_turn<A, kCell>(p, share, turn, begin, end,
+                                                                                     static_cast<A*>(scratch))));
 }
 void backward_turn(const RnnBackward& p, const RnnShare& share, int64_t turn, int64_t begin, int64_t end,
                    void* scratch) {
-  SK_CELL(p.layer->cell, SK_BY_ACC(p.layer->dtype,
-                                   backward_cell_turn<A, kCell>(p, share, turn, begin, end, static_cast<A*>(scratch))));
+  SK_LAYER_CELL(p.layer->cell, SK_BY_ACC(p.layer->dtype, backward_cell_turn<A, kCell>(p, share, turn, begin, end,
+                                                                                      static_cast<A*>(scratch))));
 }
 
 int64_t activate_bytes(const RnnLayer& l) {
   SK_BY_ACC(l.dtype, activate_scratch<A>(l) * static_cast<int64_t>(sizeof(A)));
 }
 void activate(const RnnActivate& p, int64_t begin, int64_t end, void* scratch) {
-  SK_CELL(p.layer->cell, SK_BY_ACC(p.layer->dtype, activate_tokens<A, kCell>(p, begin, end, static_cast<A*>(scratch))));
+  SK_LAYER_CELL(p.layer->cell,
+                SK_BY_ACC(p.layer->dtype, activate_tokens<A, kCell>(p, begin, end, static_cast<A*>(scratch))));
 }
 
 constexpr RnnKernels kKernels = {
