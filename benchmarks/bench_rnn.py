@@ -1,7 +1,8 @@
 """Recurrent layers against torch.nn: LSTM, GRU and RNN, both directions, ragged sequences, layer-normalised gates.
 
 torch.compile leaves a recurrent layer to eager, so eager is the only peer. Ragged sequences meet torch's packed ones,
-and the layer-normalised LSTM, which torch does not have, a Python loop over torch's ops.
+and what torch does not have, the layer-normalised LSTM, the additive and the interpolated network, a Python loop over
+torch's ops.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ LAYERS: dict[str, tuple[type, type]] = {
 }
 
 NAMES = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}
+NAMES |= {"additive": "additive_rnn", "interpolated": "interpolated_rnn"}
 
 
 @named(SHAPES + STEP_SHAPES)
@@ -113,6 +115,43 @@ class LoopedLayerNormLSTM(torch.nn.Module):
         return torch.stack(outputs), None
 
 
+@shapes
+@pytest.mark.parametrize("cell", ["additive", "interpolated"])
+def test_between_networks(benchmark, cell, shape, dtype, mode, device):
+    batch, steps, hidden = shape
+    ours = (seqkern.nn.AdditiveRNN if cell == "additive" else seqkern.nn.InterpolatedRNN)(
+        hidden, hidden, device=device, dtype=dtype
+    )
+    theirs = Looped(hidden, cell).to(device, dtype)
+    input = torch.randn(steps, batch, hidden, device=device).to(dtype)
+    contest(
+        benchmark, cell, shape, dtype, mode, device, call(ours, mode, input), call(theirs, mode, input), looped=True
+    )
+
+
+class Looped(torch.nn.Module):
+    """The additive or the interpolated network step by step, the input's product once."""
+
+    def __init__(self, width: int, cell: str) -> None:
+        super().__init__()
+        self.gates = 1 if cell == "additive" else 2
+        self.w_ih = torch.nn.Linear(width, self.gates * width)
+        self.w_hh = torch.nn.Linear(width, self.gates * width)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:
+        h = input.new_zeros(input.shape[1:])
+        outputs = []
+        for x in self.w_ih(input):
+            gates = x + self.w_hh(h)
+            if self.gates == 1:
+                h = h + gates.tanh()
+            else:
+                f, u = gates.chunk(2, -1)
+                h = torch.lerp(u.tanh(), h, f.sigmoid())
+            outputs.append(h)
+        return torch.stack(outputs), None
+
+
 def pair(cell: str, hidden: int, dtype: torch.dtype, device: str, **options: Any) -> tuple[Any, Any]:
     """A layer of each kind with the same weights."""
     ours, theirs = (layer(hidden, hidden, device=device, dtype=dtype, **options) for layer in LAYERS[cell])
@@ -151,6 +190,7 @@ def contest(
     bidirectional: bool = False,
     ragged: bool = False,
     layer_norm: bool = False,
+    looped: bool = False,
 ) -> None:
     batch, steps, hidden = shape
     directions, rows = (2 if bidirectional else 1), tokens or batch * steps
@@ -165,7 +205,7 @@ def contest(
         NAMES[cell], steps_checked, batch, hidden, hidden,
         bidirectional=bidirectional, lengths=lengths, norms=layer_norm,
     )  # fmt: skip
-    name = "torch loop" if layer_norm else "torch packed" if ragged else "torch"
+    name = "torch loop" if layer_norm or looped else "torch packed" if ragged else "torch"
     compete(
         benchmark,
         Contest(

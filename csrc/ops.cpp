@@ -127,6 +127,23 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "Tensor index, int activation, bool need_x, bool need_weight) "
       "-> (Tensor grad_x, Tensor grad_weight, Tensor slopes)");
 
+  // sgns_loss: csrc/sgns_loss, kernels/sgns_loss.py, seqkern/ops/sgns_loss.py; losses and scores in the accumulation
+  // type. The last two are seqkern/embeddings's.
+  m.def(
+      "sgns_loss_fwd(Tensor center, Tensor context, Tensor negatives, Tensor w_in, Tensor w_out) "
+      "-> (Tensor loss, Tensor scores)");
+  m.def(
+      "sgns_loss_bwd(Tensor grad_loss, Tensor center, Tensor context, Tensor negatives, Tensor w_in, Tensor w_out, "
+      "Tensor scores, bool need_in, bool need_out, bool sparse) "
+      "-> (Tensor grad_in, Tensor in_rows, Tensor grad_out, Tensor out_rows)");
+  m.def(
+      "word_ngrams(Tensor letters, Tensor starts, int least, int most, int buckets) -> (Tensor starts, Tensor "
+      "buckets)");
+  m.def(
+      "word2vec_train(Tensor(a!) w_in, Tensor(b!) w_out, Tensor tokens, Tensor starts, Tensor? keep, Tensor threshold, "
+      "Tensor alias, Tensor? row_starts, Tensor? rows, int first, int last, int window, int negatives, bool cbow, "
+      "bool shrink, bool parity, int seed, float rate, float last_rate, bool racy, bool wants_loss) -> Tensor");
+
   // beam_step: csrc/beam_step, kernels/beam_step.py, seqkern/ops/beam_step.py
   m.def("beam_step(Tensor logits, Tensor scores, int candidates) -> (Tensor scores, Tensor beams, Tensor tokens)");
 

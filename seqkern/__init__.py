@@ -30,6 +30,7 @@ from seqkern.ops.rnn_cell import gru_cell, lstm_cell, rnn_relu_cell, rnn_tanh_ce
 from seqkern.ops.rope import rope, rope_tables
 from seqkern.ops.sample import filter_logits, sample
 from seqkern.ops.sequence_pool import sequence_pool
+from seqkern.ops.sgns_loss import sgns_loss
 from seqkern.ops.tree_lstm import TreeSchedule, tree_lstm
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ __all__ = [
     "sample",
     "scaled_dot_product_attention",
     "sequence_pool",
+    "sgns_loss",
     "swiglu",
     "tree_lstm",
     "use_backend",

@@ -140,6 +140,14 @@ _FFN = {
     **_use("w2", "weight2", "w_down"),
     "dropout": "leave it out: drop the result with torch.nn.functional.dropout",
 }
+_WORDS = {
+    **_use("vector_size", "size", "dim", "embedding_dim") | _use("epochs", "iter", "epoch") | _use("sg", "model"),
+    **_use("threads", "workers", "thread") | _use("window", "ws") | _use("negative", "neg", "negatives"),
+    **_use("sample", "t", "subsample") | _use("min_count", "minCount") | _use("alpha", "lr", "learning_rate"),
+    **_use("parity", "cbow_mean"),
+    **dict.fromkeys(("sentences", "corpus_file"), "leave it out: call its train with the sentences"),
+    "hs": "leave it out: there is no hierarchical softmax, only negative samples",
+}
 _STATE = _use("hx", "h0", "h_0", "h", "hidden", "initial_state", "h_prev")
 _LENGTHS = _use(
     "lengths", "sequence_lengths", "sequence_length", "seq_lengths", "seq_lens", "input_lengths", "batch_sizes"
@@ -332,6 +340,12 @@ HINTS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("max_norm", "norm_type"), "leave it out: renormalise weight before the call"),
         "scale_grad_by_freq": "leave it out: divide the gradient's rows by their counts",
     },
+    "sgns_loss": {
+        **_use("center", "input", "inputs", "target", "words") | _use("context", "positive", "positives", "output"),
+        **_use("negatives", "negative", "neg", "noise") | _use("w_in", "weight", "embeddings", "syn0"),
+        **_use("w_out", "contexts", "syn1neg") | _use("reduction", "size_average", "reduce"),
+    },
+    **dict.fromkeys(("Word2Vec.__init__", "FastText.__init__"), _WORDS),
     "ffn": _FFN,
     "FeedForward.__init__": {
         **_use("d_model", "dim", "embed_dim", "hidden_size") | _use("recompute", "checkpoint"),

@@ -74,6 +74,11 @@ ALL = (
         own_bf16=True,
     ),
     Slice(name="sample", ops=("sample", "filter_logits"), functions=("sample", "filter_logits")),
+    Slice(
+        name="sgns_loss",
+        ops=("sgns_loss_fwd", "sgns_loss_bwd", "word_ngrams", "word2vec_train"),
+        functions=("sgns_loss",),
+    ),
     Slice(name="beam_step", ops=("beam_step",), functions=("beam_step",)),
     Slice(
         name="rnn",

@@ -21,6 +21,7 @@ from seqkern.reference.rnn_cell import gru_cell, gru_step, lstm_cell
 from seqkern.reference.rope import rope, rope_tables
 from seqkern.reference.sample import drawn, processed, uniform
 from seqkern.reference.sequence_pool import sequence_pool
+from seqkern.reference.sgns_loss import sgns_loss
 from seqkern.reference.tree_lstm import tree_lstm
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "rope",
     "rope_tables",
     "sequence_pool",
+    "sgns_loss",
     "sinusoids",
     "softcapped",
     "tree_lstm",

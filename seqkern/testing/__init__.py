@@ -51,6 +51,7 @@ from seqkern.testing.rnn_cell import rnn_cell_case
 from seqkern.testing.rope import rope_case
 from seqkern.testing.sample import filter_logits_case
 from seqkern.testing.sequence_pool import sequence_pool_case
+from seqkern.testing.sgns_loss import sgns_loss_case
 from seqkern.testing.tree_lstm import tree_lstm_case
 
 __all__ = [
@@ -58,7 +59,8 @@ __all__ = [
     "attention_case", "attention_decode_case", "attention_rnn_case", "beam_step_case", "check_case", "compare",
     "conv1d_case", "conv1d_max_case", "cross_entropy_case", "embedding_case", "ffn_case", "filter_logits_case",
     "glu_case", "highway_case", "layer_norm_case", "linear_cross_entropy_case", "poison", "rnn_case",
-    "rnn_cell_case", "rope_case", "run", "sequence_pool_case", "tree_lstm_case", "verify",
+    "rnn_cell_case", "rope_case", "run", "sequence_pool_case", "sgns_loss_case", "tree_lstm_case",
+    "verify",
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {
@@ -95,6 +97,7 @@ CASES: dict[str, Case] = {
     "linear_cross_entropy_options": linear_cross_entropy_case(
         bias=True, class_weight=True, label_smoothing=0.1, z_loss=1e-3, softcap=5.0, reduction="none", return_lse=True
     ),
+    "sgns_loss": sgns_loss_case(),
     "filter_logits": filter_logits_case(temperature=0.7, top_k=100, top_p=0.95, min_p=0.001, typical_p=0.9),
     "beam_step": beam_step_case(),
     "lstm": rnn_case("lstm"),
@@ -126,9 +129,10 @@ def verify(
             "conv1d_max", "conv1d_max_options", "layer_norm", "rms_norm",
             "add_layer_norm", "add_rms_norm", "swiglu", "geglu", "ffn", "ffn_options",
             "highway", "highway_options", "embedding", "rope";
-            "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "filter_logits", "beam_step" (no
-            gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell" appended,
-            "additive_rnn", "interpolated_rnn", "lstm_options", "gru_options", "tree_lstm" or "tree_lstm_options".
+            "cross_entropy" or "linear_cross_entropy", also with "_options" appended; "sgns_loss"; "filter_logits",
+            "beam_step" (no gradients); "lstm", "gru", "rnn_tanh", "rnn_relu", each of these four also with "_cell"
+            appended, "additive_rnn", "interpolated_rnn", "lstm_options", "gru_options", "tree_lstm" or
+            "tree_lstm_options".
         dtype: float64, float32, bfloat16 or float16.
         backend, isa: as in `seqkern.use_backend`, and the CPU tier to force.
         device: where to run seqkern and torch; the oracle runs on the CPU.

@@ -113,6 +113,7 @@ CALLS = {
     "ffn": (lambda f, x: f(x, W, BIAS, W.t(), None, "silu"), Q),
     "rope": (lambda f, x: f(x, x, 5, theta=100.0), Q),
     "rope_tables": (lambda f, x: f(x, 4, scaling=0.5), STARTS),
+    "sgns_loss": (lambda f, x: f(STARTS % 4, STARTS % 3, STARTS[:, None] % 2, x, W[:4]), BIAS[:16].view(4, 4)),
     "cross_entropy": (lambda f, x: f(x, STARTS % 4, softcap=3.0), BIAS[:12].view(3, 4)),
     "linear_cross_entropy": (lambda f, x: f(x, W, STARTS, BIAS, reduction="none"), BIAS[:12].view(3, 4)),
     "sample": (lambda f, x: f(x, top_k=3, seed=5), Q),

@@ -369,7 +369,8 @@ def test_recompute_saves_memory(cell):
             getattr(seqkern, cell)(torch.randn(50, 6, 5).requires_grad_(), None, weights, **options)
         return sum(sizes)
 
-    kept = {"lstm": 4, "gru": 4, "additive_rnn": 1, "interpolated_rnn": 2}.get(cell, 0)  # the one gate of a simple RNN is h: it stays
+    # The one gate of a simple RNN is h: it stays.
+    kept = {"lstm": 4, "gru": 4, "additive_rnn": 1, "interpolated_rnn": 2}.get(cell, 0)
     assert saved() - saved(recompute=True) == 50 * 6 * 33 * kept
 
 

@@ -196,6 +196,11 @@ def linear_cross_entropy_mean() -> tuple[Any, ...]:
     return lambda x, w: seqkern.linear_cross_entropy(x, w, CLASSES), draw(4, 2), draw(3, 2)
 
 
+def sgns_loss() -> tuple[Any, ...]:
+    ids = torch.tensor([1, 0, 2]), torch.tensor([2, 2, 0]), torch.tensor([[0, 1], [2, 0], [1, 1]])
+    return lambda a, b: seqkern.sgns_loss(*ids, a, b, reduction="none"), draw(3, 2), draw(3, 2)
+
+
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1, "additive_rnn": 1, "interpolated_rnn": 2}
 
 
@@ -239,7 +244,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
         attention, attention_dropout, attention_varlen, attention_weights, merge_attention, additive_attention,
         attention_rnn, highway, tree_lstm, sequence_pool, conv1d, conv1d_max, layer_norm, rms_norm,
         add_layer_norm, add_rms_norm, swiglu, geglu, rope, cross_entropy, linear_cross_entropy,
-        linear_cross_entropy_mean,
+        linear_cross_entropy_mean, sgns_loss,
     )
 }  # fmt: skip
 OPS |= {name: recurrent(name) for name in GATES} | {f"{name}_cell": cell(name) for name in list(GATES)[:4]}

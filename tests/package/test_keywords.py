@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import seqkern
+import seqkern.embeddings
 from seqkern._keywords import HINTS
 from seqkern.nn.rnn import _Recurrent
 
@@ -46,6 +47,7 @@ ARGUMENTS = {
     "rope_tables": (STARTS, 4),
     "cross_entropy": (X, torch.zeros(2, 3, dtype=torch.int64)),
     "linear_cross_entropy": (X, torch.ones(5, 4), torch.zeros(2, 3, dtype=torch.int64)),
+    "sgns_loss": (STARTS, STARTS, STARTS[:, None], torch.ones(9, 4), torch.ones(9, 4)),
     "sample": (X,),
     "filter_logits": (X,),
     "beam_step": (X, torch.zeros(2, 3)),
@@ -64,8 +66,13 @@ ARGUMENTS = {
 REQUIRED: dict[str, dict[str, int]] = {"generate": {"max_new_tokens": 1}}
 MODULES = {"LayerNorm": (4,), "RMSNorm": (4,), "AddLayerNorm": (4,), "AddRMSNorm": (4,)}
 MODULES |= {"AttentionDecoder": (4, 4, 4), "Highway": (4,), "ChildSumTreeLSTM": (4, 4), "NaryTreeLSTM": (4, 4)}
+MODULES |= dict.fromkeys(("Word2Vec", "FastText"), (4,))
 MODULES |= dict.fromkeys(("AdditiveRNN", "InterpolatedRNN"), (4, 4))
 MODULES |= dict.fromkeys(("LSTM", "GRU", "RNN", "LinearCrossEntropy", "FeedForward", "AdditiveAttention"), (4, 4))
+
+
+def space_of(name):
+    return seqkern.nn if hasattr(seqkern.nn, name) else seqkern.embeddings
 
 
 def function_of(op):
@@ -73,7 +80,7 @@ def function_of(op):
     name, _, method = op.partition(".")
     if op == "forward":
         return seqkern.nn.LSTM.forward
-    return getattr(getattr(seqkern.nn, name), method) if method else getattr(seqkern, name)
+    return getattr(getattr(space_of(name), name), method) if method else getattr(seqkern, name)
 
 
 def call(op, **keywords):
@@ -81,7 +88,7 @@ def call(op, **keywords):
     if op == "forward":
         return seqkern.nn.LSTM(4, 4)(X, **keywords)
     return (
-        getattr(seqkern.nn, name)(*MODULES[name], **keywords)
+        getattr(space_of(name), name)(*MODULES[name], **keywords)
         if "." in op
         else function_of(op)(*ARGUMENTS[op], **REQUIRED.get(op, {}), **keywords)
     )

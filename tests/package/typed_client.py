@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from typing_extensions import assert_type
 
 import seqkern
+from seqkern.embeddings import FastText, Word2Vec
 from seqkern.nn import AddLayerNorm, AddRMSNorm
 from seqkern.ops.attention_rnn import AttentionRnnOutput, AttentionRnnState
 
@@ -111,6 +112,18 @@ def gated() -> None:
     assert_type(seqkern.rope(gate[None], None, 3), tuple[Tensor, None])
     assert_type(seqkern.rope_tables(torch.arange(3), 8), Pair)
     assert_type(seqkern.nn.RotaryEmbedding(8).forward(gate[None]), tuple[Tensor, Tensor | None])
+
+
+def words() -> None:
+    ids, tables = torch.zeros(3, dtype=torch.int64), (torch.randn(9, 4), torch.randn(9, 4))
+    assert_type(seqkern.sgns_loss(ids, ids, ids[:, None], *tables, reduction="sum", sparse=True), Tensor)
+    model = Word2Vec(4, sg=False, min_count=1, parity="word2vec", threads=1)
+    report = model.train([["a", "b"], ["b", "a"]], compute_loss=True)
+    assert_type(report.loss, float | None)
+    assert_type(model["a"], Tensor)
+    assert_type(model.most_similar("a", topn=1), list[tuple[str, float]])
+    assert_type(model.evaluate_pairs([("a", "b", 1.0)]), tuple[float, int])
+    FastText(4, min_n=2, max_n=3, min_count=1, threads=1).train([["a", "b"], ["b", "a"]])
 
 
 def blocks() -> None:

@@ -172,6 +172,13 @@ def ffn_calls(quick: bool) -> Iterator[Call]:
                 yield f"ffn {activation} {width} {dtype}", partial(through_autograd, case, dtype)
 
 
+def sgns_loss_calls(quick: bool) -> Iterator[Call]:
+    for columns in [33] if quick else [1, 33, 100, 1030]:
+        for dtype in [torch.bfloat16] if quick else DTYPES:
+            case = testing.sgns_loss_case(columns=columns)
+            yield f"sgns_loss {columns} {dtype}", partial(through_autograd, case, dtype)
+
+
 def embedding_calls(quick: bool) -> Iterator[Call]:
     kinds: list[dict[str, Any]] = [
         {"dropout_p": 0.1}, {"norm": False}, {"positions": None, "norm": False},
@@ -301,6 +308,7 @@ PARTS = {
     "ffn": ffn_calls,
     "highway": highway_calls,
     "embedding": embedding_calls,
+    "sgns_loss": sgns_loss_calls,
     "additive_attention": additive_calls,
     "attention_rnn": decoder_calls,
     "sequence_pool": pool_calls,
