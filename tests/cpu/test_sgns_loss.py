@@ -44,7 +44,7 @@ def test_error_rule(reduction, dtype, isa, passes):
     passes(check_case(sgns_loss_case(reduction=reduction), dtype))
 
 
-@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 64, 300])
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 64, 300, 1100])
 @pytest.mark.parametrize("examples", [(1,), (7, 33), (3, 1, 5)], ids=str)
 def test_sizes(columns, examples, isa, passes):
     for negatives in (1, 5, 20):

@@ -138,8 +138,9 @@ def test_a_step(cbow, subwords, parity, negatives, isa):
     torch.testing.assert_close(found, torch.tensor([total, pairs, 2]).double(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("parity", [False, True])
 @pytest.mark.parametrize("cbow", [False, True])
-def test_a_window_of_many(cbow, isa):
+def test_a_window_of_many(cbow, parity, isa):
     """The first window of a sentence whose others have no neighbours to speak of: one word again and again."""
     w_in, w_out = vectors_of(stride=48)
     tokens = [4, 2, 2, 6, 2]
@@ -148,9 +149,10 @@ def test_a_window_of_many(cbow, isa):
     for middle in range(5):
         inputs = [tokens[i] for i in range(max(0, middle - 4), min(5, middle + 5)) if i != middle]
         # Vectors that a sentence moves are copies until it ends: here so little that the order does not show.
-        *expected, _, _ = expected_window(*expected, inputs, tokens[middle], 7, 5, cbow=cbow, rate=rate)
+        options = {"cbow": cbow, "parity": parity, "rate": rate}
+        *expected, _, _ = expected_window(*expected, inputs, tokens[middle], 7, 5, **options)
     before = [w_in.clone(), w_out.clone()]
-    train(w_in, w_out, tokens, [0, 5], window=4, negatives=5, cbow=cbow, noise=7, rate=rate)
+    train(w_in, w_out, tokens, [0, 5], window=4, negatives=5, cbow=cbow, parity=parity, noise=7, rate=rate)
     for found, start, wanted in zip((w_in, w_out), before, expected, strict=True):
         moved, right = found.double() - start.double(), wanted - start.double()
         assert (moved - right).abs().max() < 0.02 * right.abs().max()
@@ -183,15 +185,28 @@ def test_windows_shrink_and_words_are_left_out(isa):
     assert abs(kept / 3000 - 0.25) < 4 * (0.25 * 0.75 / 3000) ** 0.5
 
 
-def test_negatives_have_the_distribution(isa):
+def test_the_rate_falls_within_a_call(isa):
+    """Sentences of as many words each, whose vectors are the same: the first moves at the whole rate."""
+    w_in, w_out = torch.zeros(9, 16), torch.ones(9, 16)
+    tokens, threshold = torch.arange(8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    torch.ops.seqkern.word2vec_train(
+        w_in, w_out, tokens, torch.arange(0, 9, 2), None, threshold, threshold, None, None, 0, 4, 1, 0, False, False,
+        False, 1, 0.4, 0.0, False, False,
+    )  # fmt: skip
+    torch.testing.assert_close(w_in[:8:2, 0], torch.tensor([0.2, 0.15, 0.1, 0.05]))
+
+
+@pytest.mark.parametrize("length", [2, 50])
+def test_negatives_have_the_distribution(length, isa):
     """Of rows that are no word of the sentences, how far each moves follows from how often it was drawn."""
     words = 40
     w_in, w_out = torch.zeros(words, 16), torch.zeros(words, 16)
     w_in[0] = 1.0
     threshold, alias = alias_table(torch.arange(1.0, words + 1))
-    tokens, starts = torch.zeros(40_000, dtype=torch.int32), torch.arange(0, 40_001, 2)
+    tokens, starts = torch.zeros(40_000, dtype=torch.int32), torch.arange(0, 40_001, length)
     torch.ops.seqkern.word2vec_train(
-        w_in, w_out, tokens, starts, None, threshold, alias, None, None, 0, 20_000, 1, 5, True, False, False, 1, 1e-9,
+        options = {"cbow": cbow, "parity": parity, "rate": rate}
+        *expected, _, _ = expected_window(*expected, inputs, tokens[middle], 7, 5, **options)
         1e-9, False, False,
     )  # fmt: skip
     found = -w_out[1:, 0].double() / 0.5e-9  # e is half the rate
