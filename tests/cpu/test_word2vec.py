@@ -205,9 +205,8 @@ def test_negatives_have_the_distribution(length, isa):
     threshold, alias = alias_table(torch.arange(1.0, words + 1))
     tokens, starts = torch.zeros(40_000, dtype=torch.int32), torch.arange(0, 40_001, length)
     torch.ops.seqkern.word2vec_train(
-        options = {"cbow": cbow, "parity": parity, "rate": rate}
-        *expected, _, _ = expected_window(*expected, inputs, tokens[middle], 7, 5, **options)
-        1e-9, False, False,
+        w_in, w_out, tokens, starts, None, threshold, alias, None, None, 0, len(starts) - 1, 1, 5, True, False, False, 1,
+        1e-9, 1e-9, False, False,
     )  # fmt: skip
     found = -w_out[1:, 0].double() / 0.5e-9  # e is half the rate
     expected = 40_000 * 5 * torch.arange(2.0, words + 1) / (words * (words + 1) / 2)
@@ -278,6 +277,12 @@ def test_the_rate_falls_to_its_end():
     assert small(sg=False).options["alpha"] == 0.075
     assert small(FastText).options["alpha"] == 0.2
     assert small(FastText, parity="word2vec").options["alpha"] == 0.025
+
+
+def test_epochs_are_drawn_apart():
+    """Windows are of other sizes in the second pass."""
+    once, twice = (small(epochs=epochs).train(corpus()).pairs for epochs in (1, 2))
+    assert twice != 2 * once
 
 
 def test_training_again_begins_anew():
