@@ -205,8 +205,8 @@ def test_negatives_have_the_distribution(length, isa):
     threshold, alias = alias_table(torch.arange(1.0, words + 1))
     tokens, starts = torch.zeros(40_000, dtype=torch.int32), torch.arange(0, 40_001, length)
     torch.ops.seqkern.word2vec_train(
-        w_in, w_out, tokens, starts, None, threshold, alias, None, None, 0, len(starts) - 1, 1, 5, True, False, False, 1,
-        1e-9, 1e-9, False, False,
+        w_in, w_out, tokens, starts, None, threshold, alias, None, None, 0, len(starts) - 1, 1, 5, True, False, False,
+        1, 1e-9, 1e-9, False, False,
     )  # fmt: skip
     found = -w_out[1:, 0].double() / 0.5e-9  # e is half the rate
     expected = 40_000 * 5 * torch.arange(2.0, words + 1) / (words * (words + 1) / 2)
