@@ -49,6 +49,11 @@ def read(name: str, sentences: Iterable[Iterable[str]], min_count: int) -> Corpu
     return Corpus([names[i] for i in order.tolist()], counts[order], ranked[kept].contiguous(), before[bounds])
 
 
+def as_bytes(text: bytes) -> Tensor:
+    """(size,), uint8."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
 def kept_share(counts: Tensor, sample: float) -> Tensor:
     """The share of each word's tokens that subsampling keeps, as word2vec has it: all for sample = 0."""
     if sample == 0:

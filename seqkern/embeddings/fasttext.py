@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from seqkern._keywords import explicit, refuse
+from seqkern.embeddings._vocabulary import as_bytes
 from seqkern.embeddings.word2vec import Word2Vec
 
 
@@ -89,9 +90,10 @@ class FastText(Word2Vec):
         """Where the n-grams of each word begin, and their buckets."""
         letters = [word.encode() for word in words]
         starts = torch.tensor([0, *map(len, letters)]).cumsum(0)
-        text = torch.tensor(list(b"".join(letters)), dtype=torch.uint8)
         o = self.options
-        starts, found = torch.ops.seqkern.word_ngrams(text, starts, o["min_n"], o["max_n"], o["buckets"])
+        starts, found = torch.ops.seqkern.word_ngrams(
+            as_bytes(b"".join(letters)), starts, o["min_n"], o["max_n"], o["buckets"]
+        )
         return starts, found
 
     def _begin(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqkern._keywords import explicit, refuse
 from seqkern.embeddings import _files
-from seqkern.embeddings._vocabulary import alias_table, as_bits, kept_share, read
+from seqkern.embeddings._vocabulary import alias_table, as_bits, as_bytes, kept_share, read
 
 Sentences = Iterable[Iterable[str]]
 _PADDED = 16  # rows are as long as a multiple of this
@@ -268,7 +268,7 @@ class Word2Vec:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes vectors, words and options to a file in the format of safetensors."""
-        words = torch.tensor(list(json.dumps(self.words).encode()), dtype=torch.uint8)
+        words = as_bytes(json.dumps(self.words).encode())
         tensors = {"inputs": self._inputs, "outputs": self._outputs, "counts": self.counts, "words": words}
         _files.write(path, tensors | self._more(), {"kind": type(self).__name__, **self.options})
 
@@ -279,10 +279,10 @@ class Word2Vec:
         kind = settings.pop("kind", None)
         if kind != cls.__name__:
             raise ValueError(f"{os.fspath(path)} has a {kind}, not a {cls.__name__}")
-        model = cls(**settings)
         try:
+            model = cls(**settings)
             model._take(tensors)
-        except (KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:  # of JSON and UTF-8 too
             raise ValueError(f"{os.fspath(path)} is no file of a {kind}: {error}") from None
         return model
 
@@ -292,6 +292,10 @@ class Word2Vec:
     def _take(self, tensors: dict[str, Tensor]) -> None:
         self._inputs, self._outputs, self.counts = (tensors[name] for name in ("inputs", "outputs", "counts"))
         self.words = json.loads(bytes(tensors["words"].tolist()))
+        if not isinstance(self.words, list) or not all(isinstance(word, str) for word in self.words):
+            raise KeyError("words that are no list of strings")
+        if (self._inputs.dtype, self._outputs.dtype, self.counts.dtype) != (torch.float32, torch.float32, torch.int64):
+            raise KeyError("vectors that are not float32, or counts that are not int64")
         self._numbers = {word: n for n, word in enumerate(self.words)}
         width = -(-self.options["vector_size"] // _PADDED) * _PADDED
         if self._outputs.shape != (len(self.words), width) or self._inputs.shape[1:] != (width,):

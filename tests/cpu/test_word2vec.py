@@ -439,6 +439,10 @@ def test_files_that_are_none(tmp_path):
     ):  # fmt: skip
         changed = json.dumps(header | {name: header[name] | entry}).encode()
         changes.append(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    for settings in ({"window": 0}, {"size": 3}, {"vector_size": 40}):
+        entry = json.dumps(json.loads(header["__metadata__"]["seqkern"]) | settings)
+        changed = json.dumps(header | {"__metadata__": {"seqkern": entry}}).encode()
+        changes.append(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
     for missing in ("outputs", "words", "__metadata__"):
         changed = json.dumps({k: v for k, v in header.items() if k != missing}).encode()
         changes.append(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
