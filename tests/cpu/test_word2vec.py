@@ -436,6 +436,7 @@ def test_files_that_are_none(tmp_path):
     for name, entry in (
         ("inputs", {"shape": [3, 16]}), ("inputs", {"dtype": "F99"}), ("inputs", {"data_offsets": [0, 1 << 40]}),
         ("inputs", {"data_offsets": [-64, 64]}), ("counts", {"shape": [-1, -11]}), ("words", {"dtype": "F32"}),
+        ("inputs", {"dtype": "I64", "shape": [10, 16]}),
     ):  # fmt: skip
         changed = json.dumps(header | {name: header[name] | entry}).encode()
         changes.append(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
