@@ -107,7 +107,7 @@ def sgns_loss_bwd(grad_loss, center, context, negatives, w_in, w_out, scores, ne
     tensors = (grad_loss.contiguous(), context.contiguous(), negatives.contiguous(), scores.contiguous())
     errors = planned(_plan_errors, tensors, (), w_in.device)[0]
     outputs = torch.cat((context[:, None], negatives), 1).flatten()
-    inputs = center[:, None].expand(-1, negatives.size(1) + 1).flatten()
+    inputs = center.repeat_interleave(negatives.size(1) + 1)
     found = []
     for need, keys, rows, like, source in (
         (need_in, inputs, outputs, w_in, w_out),

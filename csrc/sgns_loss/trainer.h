@@ -27,7 +27,7 @@ struct WordTraining {
   int64_t window, negatives;
   bool cbow;    // the mean of the words around predicts the middle one; else each of them does
   bool shrink;  // a window's size is drawn from 1 to `window`
-  bool parity;  // gradients as in word2vec.c: of a mean undivided, and none where a score is beyond 6
+  bool parity;  // gradients as in word2vec.c: of a mean undivided, and beyond scores of 6 a sigmoid of 0 or 1
   uint64_t seed;
   float rate, last_rate;  // at the first token of `first`, at the end of `last`; linear between them
   int64_t first, last;    // sentences

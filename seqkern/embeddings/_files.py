@@ -48,9 +48,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         raise ValueError(f"{os.fspath(path)} is no file of word vectors: its header has {length} of {len(data)} bytes")
     try:
         header = json.loads(data[8 : 8 + length])
-        settings = json.loads(header.pop("__metadata__")["seqkern"])
+        settings = dict(json.loads(header.pop("__metadata__")["seqkern"]).items())
         tensors = {name: _tensor(data, 8 + length, **entry) for name, entry in header.items()}
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:  # of JSON and UTF-8 too
         raise ValueError(f"{os.fspath(path)} is no file of word vectors: {error}") from None
     return tensors, settings
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 LONGEST = 10_000  # words of a sentence: longer ones are cut into pieces, so that threads share them
+
+
+def on_cpu(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with new tensors on the CPU, whatever torch's default device is."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 class Corpus:
@@ -66,6 +82,12 @@ def as_bits(share: Tensor) -> Tensor:
     """Shares as 32-bit thresholds: a random number is at most that with this probability; int32 has their bits."""
     whole = ((share * 2.0**32).round().long() - 1).clamp(min=0)
     return torch.where(whole >= 2**31, whole - 2**32, whole).int()
+
+
+def noise_weights(counts: Tensor, exponent: float) -> Tensor:
+    """counts ** exponent, of which the largest is 1."""
+    powers = exponent * counts.double().log()
+    return (powers - powers.max()).exp()
 
 
 def alias_table(weights: Tensor) -> tuple[Tensor, Tensor]:

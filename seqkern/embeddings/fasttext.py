@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqkern._keywords import explicit, refuse
-from seqkern.embeddings._vocabulary import as_bytes
+from seqkern.embeddings._vocabulary import Corpus, as_bytes, on_cpu
 from seqkern.embeddings.word2vec import Word2Vec
 
 
@@ -22,8 +22,8 @@ class FastText(Word2Vec):
         min_n, max_n: characters of n-grams, of the word between < and >.
         buckets: of n-grams: FNV-1a's hash of their UTF-8 bytes, as fastText's, modulo this.
         alpha: None for 0.2: a word's gradient is shared out among its rows.
-        others: as `Word2Vec`. parity="word2vec" here too gives every row all of the gradient, as fastText does, and
-            has its alpha of 0.025.
+        others: as `Word2Vec`. parity="word2vec" here too gives every row all of the gradient, as fastText does, and has
+            alpha 0.025, as gensim's.
 
     Attributes: as `Word2Vec`; vectors: the words' means.
 
@@ -68,8 +68,8 @@ class FastText(Word2Vec):
         for option, value in (("min_n", min_n), ("max_n", max_n), ("buckets", buckets)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"FastText: {option} must be an integer, got {type(value).__name__}")
-        if not 1 <= min_n <= max_n:
-            raise ValueError(f"FastText: min_n and max_n must be 1 <= min_n <= max_n, got {min_n} and {max_n}")
+        if not 1 <= min_n <= max_n <= 1000:
+            raise ValueError(f"FastText: min_n and max_n must be 1 <= min_n <= max_n <= 1000, got {min_n} and {max_n}")
         if not 1 <= buckets <= 2**31:
             raise ValueError(f"FastText: buckets must be 1 to 2^31, got {buckets}")
         self._set_options(
@@ -77,18 +77,19 @@ class FastText(Word2Vec):
             epochs=epochs, alpha=alpha, min_alpha=min_alpha, ns_exponent=ns_exponent, shrink_windows=shrink_windows,
             parity=parity, seed=seed, threads=threads, min_n=min_n, max_n=max_n, buckets=buckets,
         )  # fmt: skip
-        self._buckets = torch.empty(0, dtype=torch.int64)  # those that have rows, ascending
-        self._row_starts = torch.zeros(1, dtype=torch.int64)
-        self._row_numbers = torch.empty(0, dtype=torch.int32)
+        self._buckets = torch.empty(0, dtype=torch.int64, device="cpu")  # those that have rows, ascending
+        self._row_starts = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._row_numbers = torch.empty(0, dtype=torch.int32, device="cpu")
         self._means: Tensor | None = None
 
     @staticmethod
     def _alpha(sg: bool) -> float:
         return 0.2
 
+    @on_cpu
     def _ngrams(self, words: list[str]) -> tuple[Tensor, Tensor]:
         """Where the n-grams of each word begin, and their buckets."""
-        letters = [word.encode() for word in words]
+        letters = [word.encode("utf-8", "surrogatepass") for word in words]
         starts = torch.tensor([0, *map(len, letters)]).cumsum(0)
         o = self.options
         starts, found = torch.ops.seqkern.word_ngrams(
@@ -96,17 +97,17 @@ class FastText(Word2Vec):
         )
         return starts, found
 
-    def _begin(self) -> None:
-        starts, found = self._ngrams(self.words)
+    def _begin(self, corpus: Corpus) -> tuple[Tensor | None, Tensor | None]:
+        starts, found = self._ngrams(corpus.words)
+        self._set_words(corpus.words, corpus.counts)
         self._set_rows(starts, found, torch.unique(found))
-        self._inputs = self._uniform(len(self.words) + len(self._buckets))
-        self._outputs = torch.zeros(len(self.words), self._inputs.shape[1])
-        self._means = None
+        self._set_vectors(len(self.words) + len(self._buckets))
+        return self._row_starts, self._row_numbers
 
     def _set_rows(self, starts: Tensor, found: Tensor, buckets: Tensor) -> None:
         """A word's rows: its own, then those of its n-grams."""
         count = len(self.words)
-        self._buckets = buckets
+        self._buckets, self._means = buckets, None
         rows = torch.searchsorted(buckets, found) + count
         places = torch.arange(len(found)) + torch.repeat_interleave(torch.arange(1, count + 1), starts.diff())
         self._row_starts = starts + torch.arange(count + 1)
@@ -115,15 +116,12 @@ class FastText(Word2Vec):
         every[places] = rows
         self._row_numbers = every.int()
 
-    def _rows(self) -> tuple[Tensor | None, Tensor | None]:
-        self._means = None
-        return self._row_starts, self._row_numbers
-
     @property
+    @on_cpu
     def vectors(self) -> Tensor:
         if self._means is None:
             size = self.options["vector_size"]
-            made = torch.zeros(len(self.words), size)
+            made = torch.zeros(len(self.words), size, dtype=torch.float32)
             counts = self._row_starts.diff()
             owner = torch.repeat_interleave(torch.arange(len(self.words)), counts)
             for part in torch.arange(len(owner)).split(1 << 18):
@@ -132,7 +130,7 @@ class FastText(Word2Vec):
         return self._means
 
     def __contains__(self, word: str) -> bool:
-        return word in self._numbers or len(self._known(word)) > 0
+        return word in self._numbers or (isinstance(word, str) and len(self._known(word)) > 0)
 
     def _known(self, word: str) -> Tensor:
         """The rows of a word's n-grams, those that there are."""
@@ -147,7 +145,7 @@ class FastText(Word2Vec):
         """The vector of a word, (d,), whether it is in the vocabulary or not; KeyError if no n-gram of it has a row."""
         if word in self._numbers:
             return self.vectors[self._numbers[word]]
-        rows = self._known(word)
+        rows = self._known(word) if isinstance(word, str) else ()
         if len(rows) == 0:
             raise KeyError(f"FastText: no n-gram of {word!r} is one of the vocabulary's")
         return self._inputs[rows, : self.options["vector_size"]].mean(0)
@@ -162,4 +160,3 @@ class FastText(Word2Vec):
         if not torch.equal(buckets, torch.unique(found)) or len(self._inputs) != len(self.words) + len(buckets):
             raise KeyError("buckets that are not those of its words")
         self._set_rows(starts, found, buckets)
-        self._means = None

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from seqkern._keywords import explicit, refuse
 from seqkern.embeddings import _files
-from seqkern.embeddings._vocabulary import alias_table, as_bits, as_bytes, kept_share, read
+from seqkern.embeddings._vocabulary import (
+    Corpus,
+    alias_table,
+    as_bits,
+    as_bytes,
+    kept_share,
+    noise_weights,
+    on_cpu,
+    read,
+)
 
 Sentences = Iterable[Iterable[str]]
 _PADDED = 16  # rows are as long as a multiple of this
@@ -38,7 +47,7 @@ class Word2Vec:
     Of a window the inputs are the words around its middle, the outputs the middle word and `negative` words drawn by
     count ** ns_exponent for it and the next one; loss -log sigmoid(v u) - sum of log sigmoid(-v u'). The gradients are
     true ones: where a mean of n vectors is the input, each gets a n-th. parity="word2vec" has word2vec.c's instead,
-    which gives each all of it, and skips pairs whose score is beyond 6.
+    which gives each all of it and takes the sigmoid beyond scores of 6 for 0 or 1.
 
     Args:
         vector_size: dimensions of a vector, d.
@@ -106,8 +115,8 @@ class Word2Vec:
     def _set_options(self, **options: Any) -> None:
         name = type(self).__name__
         for option, least, most in (
-            ("vector_size", 1, 1 << 20), ("window", 1, 100), ("negative", 0, 63), ("min_count", 1, None),
-            ("epochs", 1, None), ("seed", 0, (1 << 62) - 1), ("threads", 1, None),
+            ("vector_size", 1, 1 << 20), ("window", 1, 100), ("negative", 0, 63),
+            ("min_count", 1, 1 << 62), ("epochs", 1, 1 << 31), ("seed", 0, (1 << 62) - 1), ("threads", 1, None),
         ):  # fmt: skip
             value = options[option]
             if option == "threads" and value is None:
@@ -133,11 +142,13 @@ class Word2Vec:
         if options["parity"] not in (None, "word2vec"):
             raise ValueError(f'{name}: parity must be None or "word2vec", got {options["parity"]!r}')
         self.options = options
-        self.words: list[str] = []
-        self.counts = torch.empty(0, dtype=torch.int64)
-        self._numbers: dict[str, int] = {}
+        self._set_words([], torch.empty(0, dtype=torch.int64, device="cpu"))
         width = -(-options["vector_size"] // _PADDED) * _PADDED
-        self._inputs = self._outputs = torch.empty(0, width)
+        self._inputs = self._outputs = torch.empty(0, width, dtype=torch.float32, device="cpu")
+
+    def _set_words(self, words: list[str], counts: Tensor) -> None:
+        self.words, self.counts = words, counts
+        self._numbers = {word: n for n, word in enumerate(words)}
 
     @staticmethod
     def _alpha(sg: bool) -> float:
@@ -146,6 +157,7 @@ class Word2Vec:
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
+    @on_cpu
     def train(self, sentences: Sentences, *, progress: bool = False, compute_loss: bool = False) -> TrainingReport:
         """Reads the sentences once, makes the vocabulary and trains from the start.
 
@@ -159,12 +171,9 @@ class Word2Vec:
         corpus = read(name, sentences, o["min_count"])
         if not corpus.words:
             raise ValueError(f"{name}: no word stands {o['min_count']} times (min_count) in the sentences")
-        self.words, self.counts = corpus.words, corpus.counts
-        self._numbers = {word: n for n, word in enumerate(self.words)}
-        self._begin()
-        threshold, alias = alias_table(self.counts.double() ** o["ns_exponent"])
-        keep = as_bits(kept_share(self.counts, o["sample"])) if o["sample"] else None
-        rows = self._rows()
+        threshold, alias = alias_table(noise_weights(corpus.counts, o["ns_exponent"]))
+        keep = as_bits(kept_share(corpus.counts, o["sample"])) if o["sample"] else None
+        rows = self._begin(corpus)
         count, tokens = len(corpus.starts) - 1, max(1, len(corpus.tokens))
         pieces = -(-tokens // _PIECE)
         bounds = [*torch.searchsorted(corpus.starts, torch.arange(pieces) * tokens // pieces).tolist(), count]
@@ -189,21 +198,22 @@ class Word2Vec:
     def _rate(self, share: float) -> float:
         return float(self.options["alpha"] + (self.options["min_alpha"] - self.options["alpha"]) * share)
 
-    def _begin(self) -> None:
-        """The first vectors: uniform in +-1 / 2d, and zeros of the outputs."""
-        self._inputs = self._uniform(len(self.words))
-        self._outputs = torch.zeros(len(self.words), self._inputs.shape[1])
+    def _begin(self, corpus: Corpus) -> tuple[Tensor | None, Tensor | None]:
+        """Words, and the first vectors: uniform in +-1 / 2d, and zeros of the outputs. Returns what rows words have."""
+        self._set_words(corpus.words, corpus.counts)
+        self._set_vectors(len(corpus.words))
+        return None, None
+
+    def _set_vectors(self, rows: int) -> None:
+        self._inputs = self._uniform(rows)
+        self._outputs = torch.zeros(len(self.words), self._inputs.shape[1], dtype=torch.float32)
 
     def _uniform(self, rows: int) -> Tensor:
         size = self.options["vector_size"]
         generator = torch.Generator().manual_seed(self.options["seed"])
-        made = torch.zeros(rows, -(-size // _PADDED) * _PADDED)
-        made[:, :size] = (torch.rand(rows, size, generator=generator) - 0.5) / size
+        made = torch.zeros(rows, -(-size // _PADDED) * _PADDED, dtype=torch.float32)
+        made[:, :size] = (torch.rand(rows, size, generator=generator, dtype=torch.float32) - 0.5) / size
         return made
-
-    def _rows(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of whose mean a word's vector is, for words with subwords."""
-        return None, None
 
     # ---- vectors ----------------------------------------------------------------------------------------------------
 
@@ -233,19 +243,24 @@ class Word2Vec:
         return float(a @ b / (a.norm() * b.norm()).clamp(min=1e-30))
 
     def most_similar(
-        self, positive: str | Tensor | Sequence[str | Tensor], negative: Sequence[str | Tensor] = (), topn: int = 10
+        self,
+        positive: str | Tensor | Sequence[str | Tensor],
+        negative: str | Tensor | Sequence[str | Tensor] = (),
+        topn: int = 10,
     ) -> list[tuple[str, float]]:
         """Words whose vectors are nearest by cosine to the mean of positive unit vectors and negative ones' opposites.
 
         king - man + woman is `most_similar(["king", "woman"], ["man"])`. The words asked with are left out.
         """
-        near = [positive] if isinstance(positive, (str, Tensor)) else list(positive)
-        if not near and not negative:
+        near, far = ([w] if isinstance(w, (str, Tensor)) else list(w) for w in (positive, negative))
+        if not near and not far:
             raise ValueError(f"{type(self).__name__}: most_similar needs a word or vector")
-        given = [(word, 1.0) for word in near] + [(word, -1.0) for word in negative]
-        vectors = [(self[each] if isinstance(each, str) else each, sign) for each, sign in given]
-        total = sum((sign * v / v.norm().clamp(min=1e-30) for v, sign in vectors), torch.zeros_like(vectors[0][0]))
+        if topn < 1:
+            raise ValueError(f"{type(self).__name__}: topn must be at least 1, got {topn}")
         every = self.vectors
+        given = [(word, 1.0) for word in near] + [(word, -1.0) for word in far]
+        vectors = [(self[each] if isinstance(each, str) else each.to(every), sign) for each, sign in given]
+        total = sum((sign * v / v.norm().clamp(min=1e-30) for v, sign in vectors), torch.zeros_like(every[0]))
         scores = every @ total / (every.norm(dim=1) * total.norm()).clamp(min=1e-30)
         asked = [self._numbers[word] for word, _ in given if isinstance(word, str) and word in self._numbers]
         scores[asked] = -torch.inf
@@ -273,6 +288,7 @@ class Word2Vec:
         _files.write(path, tensors | self._more(), {"kind": type(self).__name__, **self.options})
 
     @classmethod
+    @on_cpu
     def load(cls, path: str | os.PathLike[str]) -> Any:
         """The model that was saved there; ValueError for another file, or one of another kind."""
         tensors, settings = _files.read(path)
@@ -281,6 +297,8 @@ class Word2Vec:
             raise ValueError(f"{os.fspath(path)} has a {kind}, not a {cls.__name__}")
         try:
             model = cls(**settings)
+            if set(settings) != set(model.options):
+                raise KeyError(f"options {sorted(settings)}")
             model._take(tensors)
         except (KeyError, TypeError, ValueError) as error:  # of JSON and UTF-8 too
             raise ValueError(f"{os.fspath(path)} is no file of a {kind}: {error}") from None
@@ -291,17 +309,22 @@ class Word2Vec:
 
     def _take(self, tensors: dict[str, Tensor]) -> None:
         self._inputs, self._outputs, self.counts = (tensors[name] for name in ("inputs", "outputs", "counts"))
-        self.words = json.loads(bytes(tensors["words"].tolist()))
-        if not isinstance(self.words, list) or not all(isinstance(word, str) for word in self.words):
+        words = json.loads(bytes(tensors["words"].tolist()))
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise KeyError("words that are no list of strings")
+        if len(set(words)) < len(words):
+            raise KeyError("a word that is there twice")
+        self._set_words(words, self.counts)
         if (self._inputs.dtype, self._outputs.dtype, self.counts.dtype) != (torch.float32, torch.float32, torch.int64):
             raise KeyError("vectors that are not float32, or counts that are not int64")
-        self._numbers = {word: n for n, word in enumerate(self.words)}
-        width = -(-self.options["vector_size"] // _PADDED) * _PADDED
+        size = self.options["vector_size"]
+        width = -(-size // _PADDED) * _PADDED
         if self._outputs.shape != (len(self.words), width) or self._inputs.shape[1:] != (width,):
             raise KeyError(f"vectors of shape {tuple(self._outputs.shape)}")
         if len(self.counts) != len(self.words) or len(self._inputs) < len(self.words):
             raise KeyError(f"{len(self.counts)} counts, {len(self._inputs)} rows of {len(self.words)} words")
+        if self._inputs[:, size:].any() or self._outputs[:, size:].any():
+            raise KeyError(f"numbers beyond the {size} of a vector")
 
     def save_text(self, path: str | os.PathLike[str]) -> None:
         """Writes the vectors as word2vec's text format: a line of sizes, then a word and its numbers a line."""

@@ -113,6 +113,28 @@ def apply(
     return function.forward(*args)
 
 
+class Once(torch.autograd.Function):
+    """once(gradient, why) -> the gradient; it cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, why: str) -> Tensor:
+        ctx.why = why
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(ctx.why)
+
+
+def sparse_gradient(op: str, rows: Tensor, values: Tensor, shape: Any) -> Tensor:
+    """A coalesced one of these rows, for `backward`; where it is recorded, under create_graph, its gradient raises."""
+    values = values.detach()
+    if torch.is_grad_enabled():
+        why = f"{op}: sparse gradients cannot be differentiated; leave sparse=True out"
+        values = Once.apply(values.requires_grad_(), why)
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+
+
 def gradients(function: Callable[..., Any], inputs: Sequence[Any], cotangents: Any) -> tuple[Tensor | None, ...]:
     """The gradients of function(*inputs) for the inputs that are tensors (None for the others), differentiable again.
 

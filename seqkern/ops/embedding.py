@@ -21,6 +21,7 @@ from seqkern.ops._autograd import (
     eager,
     gradients,
     per_sample,
+    sparse_gradient,
     tangents,
     transforms_active,
     wants_gradient,
@@ -308,9 +309,7 @@ class _Embedding(torch.autograd.Function):
             g if need else None for g, need in zip(found[:4], needed, strict=True)
         )
         if of_weight is not None and ctx.numbers[-1]:
-            of_weight = torch.sparse_coo_tensor(
-                found[4][None], of_weight.detach(), weight.shape, is_coalesced=True, check_invariants=False
-            )
+            of_weight = sparse_gradient("embedding", found[4], of_weight, weight.shape)
         return None, of_weight, of_table, *(None,) * 5, of_norm_weight, of_norm_bias, *(None,) * 5
 
     @staticmethod

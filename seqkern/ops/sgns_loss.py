@@ -21,6 +21,7 @@ from seqkern.ops._autograd import (
     eager,
     gradients,
     per_sample,
+    sparse_gradient,
     tangents,
     transforms_active,
     wants_gradient,
@@ -183,11 +184,9 @@ class _Losses(torch.autograd.Function):
         of_tables = [found[i] if need else None for i, need in enumerate(needed)]
         if ctx.sparse:
             of_tables = [
-                None if g is None else torch.sparse_coo_tensor(
-                    rows[None], g.detach(), table.shape, is_coalesced=True, check_invariants=False
-                )
+                None if g is None else sparse_gradient("sgns_loss", rows, g, table.shape)
                 for g, rows, table in zip(of_tables, found[2:], (w_in, w_out), strict=True)
-            ]  # fmt: skip
+            ]
         return None, None, None, *of_tables, None
 
     @staticmethod

@@ -158,7 +158,9 @@ def test_sparse_where_others_would_be_wrong():
     with pytest.raises(NotImplementedError, match="sparse gradients are not compiled, and not those of a transform"):
         torch.func.grad(lambda w: seqkern.sgns_loss(*ids, w, tables[1], sparse=True))(tables[0])
     loss = seqkern.sgns_loss(*ids, *tables, sparse=True)
-    assert not torch.autograd.grad(loss, tables, create_graph=True)[0].requires_grad
+    for grad in torch.autograd.grad(loss, tables, create_graph=True):
+        with pytest.raises(NotImplementedError, match="sgns_loss: sparse gradients cannot be differentiated"):
+            grad.to_dense().square().sum().backward()
 
 
 def test_the_same_bits(isa):
@@ -318,6 +320,14 @@ def interpreted_cases() -> None:
         test_sparse(None)
         test_far_scores(None)
         test_a_negative_that_is_the_context_counts_nothing(None)
+        for number, function in enumerate((lambda t: t[:1], lambda t: t[:1].expand_as(t), lambda t: t[::2])):
+            center, context, negatives = arguments()[0]
+            ids = (center[:1], context[:1], negatives[:1]) if number == 0 else (function(center), context, negatives)
+            if number == 2:
+                ids = (function(center), context[:3], negatives[:3, :0])
+            tables = arguments()[1]
+            found = torch.autograd.grad(seqkern.sgns_loss(*ids, *tables), tables)
+            torch.testing.assert_close(found, torch.autograd.grad(theirs(ids, *tables), tables))
         ids, tables = arguments()
         ids[1][2] = 9
         assert seqkern.sgns_loss(*ids, *tables, reduction="none").isnan().tolist() == [n == 2 for n in range(6)]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from seqkern.embeddings import FastText, Word2Vec
-from seqkern.embeddings._vocabulary import LONGEST, alias_table, as_bits, kept_share, read
+from seqkern.embeddings._vocabulary import LONGEST, alias_table, as_bits, kept_share, noise_weights, read
 from seqkern.ops import sgns_loss  # noqa: F401, registers the ops
 
 ANIMALS = ["cat", "dog", "cow", "hen", "pig", "owl", "fox", "elk", "bee", "ant"]
@@ -166,12 +166,23 @@ def test_a_negative_that_is_the_middle_counts_nothing(isa):
     torch.testing.assert_close(first, second)
 
 
-def test_far_scores_have_no_gradient_in_parity(isa):
+@pytest.mark.parametrize("score", [-7.0, -5.0, 5.0, 7.0])
+def test_far_scores(score, isa):
+    """Beyond 6 word2vec.c takes the sigmoid for 0 or 1."""
     for parity in (False, True):
-        w_in, w_out = (torch.full((2, 16), s) for s in (2.0, -2.0))
-        before = w_in.clone(), w_out.clone()
-        train(w_in, w_out, [0, 1], [0, 2], noise=0, negatives=0, parity=parity)
-        assert torch.equal(w_in, before[0]) == torch.equal(w_out, before[1]) == parity
+        w_in, w_out = torch.zeros(3, 16), torch.zeros(3, 16)
+        w_in[:, 0], w_out[:2, 0] = 1.0, score
+        train(w_in, w_out, [0, 1], [0, 2], noise=2, negatives=0, parity=parity, rate=0.125)
+        sigmoid = torch.tensor(score).sigmoid()
+        right = (sigmoid > 0.5).float() if parity and abs(score) > 6 else sigmoid
+        torch.testing.assert_close(w_out[1, 0] - score, 0.125 * (1 - right))
+        w_in, w_out = torch.zeros(3, 16), torch.zeros(3, 16)
+        w_in[:, 0], w_out[2, 0] = 1.0, score
+        train(w_in, w_out, [0, 0], [0, 2], noise=2, negatives=1, parity=parity, rate=0.125)
+        first = score - 0.125 * right
+        second = torch.tensor(first).sigmoid() if not parity or abs(first) <= 6 else (torch.tensor(first) > 0).float()
+        assert w_out[2, 0] < score or (parity and score < -6)
+        torch.testing.assert_close(w_out[2, 0], first - 0.125 * second, rtol=2e-3, atol=0)
 
 
 def test_windows_shrink_and_words_are_left_out(isa):
@@ -371,6 +382,58 @@ def trained(cls=Word2Vec, **options):
     return model
 
 
+def test_a_failed_training_leaves_the_model(monkeypatch):
+    for cls in (Word2Vec, FastText):
+        model = trained(cls)
+        words, vectors = list(model.words), model.vectors.clone()
+        for bad in ([["a", 1]], [], ["a string"]):
+            with pytest.raises((TypeError, ValueError)):
+                model.train(bad)
+        assert model.words == words
+        assert torch.equal(model.vectors, vectors)
+
+
+def test_torchs_defaults_do_not_matter(tmp_path):
+    """Vectors are float32 on the CPU."""
+    expected = trained(FastText)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            model = trained(FastText)
+            model.save(tmp_path / "model")
+            other = FastText.load(tmp_path / "model")
+            near = model.most_similar("cat", topn=2)
+            unknown = other["dogs"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert near == expected.most_similar("cat", topn=2)
+    for each in (model, other):
+        assert each.vectors.dtype == each.contexts.dtype == torch.float32
+        assert torch.equal(each.vectors, expected.vectors)
+    assert torch.equal(unknown, expected["dogs"])
+
+
+def test_odd_words():
+    odd = ["\ud800", "", "日本", "a b", "<", ">"]
+    for cls in (Word2Vec, FastText):
+        model = small(cls, min_n=1) if cls is FastText else small(cls)
+        model.train([odd] * 20)
+        assert set(model.words) == set(odd)
+        assert all(model[word].isfinite().all() for word in odd)
+        assert 5 not in model
+        with pytest.raises(KeyError):
+            model[5]
+
+
+def test_noise_of_any_exponent():
+    counts = torch.tensor([10000, 100, 10])
+    torch.testing.assert_close(noise_weights(counts, 0.75), (counts / 10000).double() ** 0.75, rtol=1e-6, atol=0)
+    assert noise_weights(counts, 100.0).tolist()[0] == 1
+    assert noise_weights(counts, 5000.0).tolist() == [1, 0, 0]
+    assert noise_weights(counts, -5000.0).tolist() == [0, 0, 1]
+    assert noise_weights(counts, 0.0).tolist() == [1, 1, 1]
+
+
 def test_most_similar():
     model = trained()
     unit = F.normalize(model.vectors, dim=1)
@@ -383,6 +446,10 @@ def test_most_similar():
     torch.testing.assert_close(torch.tensor(found[0][1]), scores[at(found[0][0])])
     assert model.most_similar(model["cat"])[0][0] == "cat"
     assert len(model.most_similar("cat", topn=100)) == 19
+    assert model.most_similar("cat", "dog") == model.most_similar(["cat"], ["dog"])
+    assert model.most_similar(model["cat"].double(), model["dog"]) == model.most_similar([model["cat"]], [model["dog"]])
+    with pytest.raises(ValueError, match="Word2Vec: topn must be at least 1, got 0"):
+        model.most_similar("cat", topn=0)
     with pytest.raises(ValueError, match="Word2Vec: most_similar needs a word or vector"):
         model.most_similar([])
 
@@ -440,13 +507,27 @@ def test_files_that_are_none(tmp_path):
     ):  # fmt: skip
         changed = json.dumps(header | {name: header[name] | entry}).encode()
         changes.append(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
-    for settings in ({"window": 0}, {"size": 3}, {"vector_size": 40}):
-        entry = json.dumps(json.loads(header["__metadata__"]["seqkern"]) | settings)
+    given = json.loads(header["__metadata__"]["seqkern"])
+    fewer = {name: value for name, value in given.items() if name != "seed"}
+    for settings in (
+        given | {"window": 0},
+        given | {"size": 3},
+        given | {"vector_size": 40},
+        given | {"vector_size": 3},
+        fewer,
+        [],
+        3,
+    ):
+        entry = json.dumps(settings)
         changed = json.dumps(header | {"__metadata__": {"seqkern": entry}}).encode()
         changes.append(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
     for missing in ("outputs", "words", "__metadata__"):
         changed = json.dumps({k: v for k, v in header.items() if k != missing}).encode()
         changes.append(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    for text in (b"1", b"null", b'"x"', b"[" * 100_000, json.dumps({"__metadata__": 3}).encode()):
+        changes.append(len(text).to_bytes(8, "little") + text)
+    words = data.find(b'"cat"')
+    changes.append(data[:words] + b'"dog"' + data[words + 5 :])  # twice
     for bad in changes:
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="is no file of"):
@@ -475,7 +556,7 @@ def test_text(tmp_path):
         (ValueError, {"vector_size": 0}, "vector_size must be 1 to 1048576, got 0"),
         (ValueError, {"window": 101}, "window must be 1 to 100, got 101"),
         (ValueError, {"negative": 64}, "negative must be 0 to 63, got 64"),
-        (ValueError, {"epochs": 0}, "epochs must be at least 1, got 0"),
+        (ValueError, {"epochs": 0}, "epochs must be 1 to 2147483648, got 0"),
         (ValueError, {"sample": -1.0}, "sample must be finite and at least 0, got -1.0"),
         (ValueError, {"alpha": float("nan")}, "alpha must be finite and at least 0, got nan"),
         (ValueError, {"ns_exponent": float("inf")}, "ns_exponent must be finite, got inf"),
@@ -494,7 +575,7 @@ def test_options(cls, error, options, message):
 @pytest.mark.parametrize(
     ("error", "options", "message"),
     [
-        (ValueError, {"min_n": 4, "max_n": 3}, "min_n and max_n must be 1 <= min_n <= max_n, got 4 and 3"),
+        (ValueError, {"min_n": 4, "max_n": 3}, "min_n and max_n must be 1 <= min_n <= max_n <= 1000, got 4 and 3"),
         (ValueError, {"buckets": 0}, r"buckets must be 1 to 2\^31, got 0"),
         (TypeError, {"min_n": 1.5}, "min_n must be an integer, got float"),
         (TypeError, {"buckets": 1e6}, "buckets must be an integer, got float"),

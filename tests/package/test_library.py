@@ -658,7 +658,8 @@ def test_docstring_examples(name):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/integrations.md", "docs/numerics.md"])
-def test_examples_of_the_pages_run(page):
+def test_examples_of_the_pages_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:

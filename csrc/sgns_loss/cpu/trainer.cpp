@@ -287,13 +287,10 @@ class Trainer {
     for (int64_t n = 0; n < all; n += W<A>) {
       const Vec<A> s = load(m_.scores + n);
       Vec<A> error = sigmoid<A>(s) * -rate_;
-      if (p_.parity) error = (s < A(6)) & (s > A(-6)) ? error : Vec<A>{};
+      if (p_.parity) error = s > A(6) ? broadcast<A>(-rate_) : s < A(-6) ? Vec<A>{} : error;
       store(m_.scores + n, error);
     }
-    for (int64_t i = 0; i < inputs; ++i) {
-      A& positive = m_.scores[i * count];
-      if (!p_.parity || positive != 0) positive += rate_;
-    }
+    for (int64_t i = 0; i < inputs; ++i) m_.scores[i * count] += rate_;
     for (int64_t k = 1; k < count; ++k)
       if (window.outputs[k] == window.outputs[0])
         for (int64_t i = 0; i < inputs; ++i) m_.scores[i * count + k] = 0;
