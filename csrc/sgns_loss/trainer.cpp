@@ -37,7 +37,8 @@ std::tuple<Tensor, Tensor> word_ngrams(const Tensor& letters, const Tensor& star
   for (int64_t w = 0; w < words; ++w) {
     SK_CHECK(0 <= at[w] && at[w] <= at[w + 1] && at[w + 1] <= letters.numel(), op, ": starts must increase, got ",
              at[w], " and then ", at[w + 1]);
-    word.assign("<");
+    word.clear();
+    word.push_back('<');
     word.append(static_cast<const char*>(letters.const_data_ptr()) + at[w], static_cast<size_t>(at[w + 1] - at[w]));
     word.push_back('>');
     const auto continues = [&](size_t i) { return (word[i] & 0xC0) == 0x80; };  // within a character
