@@ -129,7 +129,7 @@ def _correlation(vectors: Vectors) -> float:
     """Spearman's, over the pairs of WordSim-353 whose words there are."""
     model = Word2Vec(vectors[1].shape[1])
     model.words, model._inputs = vectors[0], vectors[1]
-    model._numbers = {word: n for n, word in enumerate(model.words)}
+    model.key_to_index = {word: n for n, word in enumerate(model.words)}
     path = Path(gensim.__file__).parent / "test" / "test_data" / "wordsim353.tsv"
     lines = [line.lower().split("\t") for line in path.read_text().splitlines() if not line.startswith("#")]
     return model.evaluate_pairs((a, b, float(score)) for a, b, score in lines)[0]

@@ -146,6 +146,8 @@ _WORDS = {
     **_use("sample", "t", "subsample") | _use("min_count", "minCount") | _use("alpha", "lr", "learning_rate"),
     **_use("parity", "cbow_mean"),
     **dict.fromkeys(("sentences", "corpus_file"), "leave it out: call its train with the sentences"),
+    **dict.fromkeys(("callbacks", "trim_rule", "max_vocab_size", "max_final_vocab", "sorted_vocab"), "leave it out"),
+    "compute_loss": "leave it out: it is an option of train",
     "hs": "leave it out: there is no hierarchical softmax, only negative samples",
 }
 _STATE = _use("hx", "h0", "h_0", "h", "hidden", "initial_state", "h_prev")
@@ -345,7 +347,8 @@ HINTS: dict[str, dict[str, str]] = {
         **_use("negatives", "negative", "neg", "noise") | _use("w_in", "weight", "embeddings", "syn0"),
         **_use("w_out", "contexts", "syn1neg") | _use("reduction", "size_average", "reduce"),
     },
-    **dict.fromkeys(("Word2Vec.__init__", "FastText.__init__"), _WORDS),
+    "Word2Vec.__init__": _WORDS,
+    "FastText.__init__": _WORDS | _use("bucket", "buckets") | {"word_ngrams": "leave it out"},
     "ffn": _FFN,
     "FeedForward.__init__": {
         **_use("d_model", "dim", "embed_dim", "hidden_size") | _use("recompute", "checkpoint"),

@@ -1,6 +1,6 @@
 """Word vectors, trained on the CPU: `Word2Vec` (skip-gram and CBOW, negative sampling), `FastText` (with subwords)."""
 
 from seqkern.embeddings.fasttext import FastText
-from seqkern.embeddings.word2vec import Word2Vec
+from seqkern.embeddings.word2vec import TrainingReport, Word2Vec
 
-__all__ = ["FastText", "Word2Vec"]
+__all__ = ["FastText", "TrainingReport", "Word2Vec"]

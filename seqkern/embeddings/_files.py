@@ -45,7 +45,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     data = Path(path).read_bytes()
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(len(data) - 8, _MOST_HEADER):
-        raise ValueError(f"{os.fspath(path)} is no file of word vectors: its header has {length} of {len(data)} bytes")
+        raise ValueError(f"{os.fspath(path)} is no file of word vectors: it has not the format that save writes")
     try:
         header = json.loads(data[8 : 8 + length])
         settings = dict(json.loads(header.pop("__metadata__")["seqkern"]).items())

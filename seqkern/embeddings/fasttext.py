@@ -20,8 +20,8 @@ class FastText(Word2Vec):
 
     Args:
         min_n, max_n: characters of n-grams, of the word between < and >.
-        buckets: of n-grams: FNV-1a's hash of their UTF-8 bytes, as fastText's, modulo this.
-        alpha: None for 0.2: a word's gradient is shared out among its rows.
+        bucket: the number of buckets of n-grams: FNV-1a's hash of their UTF-8 bytes, as fastText's, modulo this.
+        alpha: None for 0.2: a word's gradient is shared out among its rows, and word2vec's 0.025 teaches them little.
         others: as `Word2Vec`. parity="word2vec" here too gives every row all of the gradient, as fastText does, and has
             alpha 0.025, as gensim's.
 
@@ -60,22 +60,22 @@ class FastText(Word2Vec):
         threads: int | None = None,
         min_n: int = 3,
         max_n: int = 6,
-        buckets: int = 2_000_000,
+        bucket: int = 2_000_000,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
             refuse(FastText.__init__, unexpected, "FastText")
-        for option, value in (("min_n", min_n), ("max_n", max_n), ("buckets", buckets)):
+        for option, value in (("min_n", min_n), ("max_n", max_n), ("bucket", bucket)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"FastText: {option} must be an integer, got {type(value).__name__}")
         if not 1 <= min_n <= max_n <= 1000:
             raise ValueError(f"FastText: min_n and max_n must be 1 <= min_n <= max_n <= 1000, got {min_n} and {max_n}")
-        if not 1 <= buckets <= 2**31:
-            raise ValueError(f"FastText: buckets must be 1 to 2^31, got {buckets}")
+        if not 1 <= bucket <= 2**31:
+            raise ValueError(f"FastText: bucket must be 1 to 2^31, got {bucket}")
         self._set_options(
             vector_size=vector_size, sg=sg, window=window, negative=negative, sample=sample, min_count=min_count,
             epochs=epochs, alpha=alpha, min_alpha=min_alpha, ns_exponent=ns_exponent, shrink_windows=shrink_windows,
-            parity=parity, seed=seed, threads=threads, min_n=min_n, max_n=max_n, buckets=buckets,
+            parity=parity, seed=seed, threads=threads, min_n=min_n, max_n=max_n, bucket=bucket,
         )  # fmt: skip
         self._buckets = torch.empty(0, dtype=torch.int64, device="cpu")  # those that have rows, ascending
         self._row_starts = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -93,7 +93,7 @@ class FastText(Word2Vec):
         starts = torch.tensor([0, *map(len, letters)]).cumsum(0)
         o = self.options
         starts, found = torch.ops.seqkern.word_ngrams(
-            as_bytes(b"".join(letters)), starts, o["min_n"], o["max_n"], o["buckets"]
+            as_bytes(b"".join(letters)), starts, o["min_n"], o["max_n"], o["bucket"]
         )
         return starts, found
 
@@ -130,7 +130,7 @@ class FastText(Word2Vec):
         return self._means
 
     def __contains__(self, word: str) -> bool:
-        return word in self._numbers or (isinstance(word, str) and len(self._known(word)) > 0)
+        return word in self.key_to_index or (isinstance(word, str) and len(self._known(word)) > 0)
 
     def _known(self, word: str) -> Tensor:
         """The rows of a word's n-grams, those that there are."""
@@ -143,8 +143,8 @@ class FastText(Word2Vec):
 
     def __getitem__(self, word: str) -> Tensor:
         """The vector of a word, (d,), whether it is in the vocabulary or not; KeyError if no n-gram of it has a row."""
-        if word in self._numbers:
-            return self.vectors[self._numbers[word]]
+        if word in self.key_to_index:
+            return self.vectors[self.key_to_index[word]]
         rows = self._known(word) if isinstance(word, str) else ()
         if len(rows) == 0:
             raise KeyError(f"FastText: no n-gram of {word!r} is one of the vocabulary's")

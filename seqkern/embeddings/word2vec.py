@@ -6,9 +6,11 @@ import contextlib
 import itertools
 import json
 import math
+import numbers
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -53,22 +55,23 @@ class Word2Vec:
         vector_size: dimensions of a vector, d.
         sg: skip-gram; else CBOW.
         window: words to each side, at most 100; with shrink_windows a number from 1 to that is drawn for each window.
-        negative: negatives of a window, at most 63.
+        negative: negatives of a window, 1 to 63.
         sample: subsampling: of a word with share f of all tokens min(1, sqrt(sample / f) + sample / f) stay. 0: all.
         min_count: words that stand fewer times are left out.
         epochs: passes over the sentences.
         alpha, min_alpha: the learning rate falls from the first to the second, token by token. None: 0.025, or 0.075
-            for CBOW's true gradients, which are smaller.
+            for CBOW's true gradients, which are smaller: word2vec's 0.025 teaches them little.
         ns_exponent: of the negatives' distribution.
         shrink_windows: near words count more: see window.
-        parity: None, or "word2vec".
+        parity: None, or "word2vec", for vectors most like gensim's.
         seed: of the first vectors, of subsampling, windows and negatives.
         threads: None for torch's number of threads. **With more than one the result differs from run to run**: they add
             to the same vectors without waiting. One thread is deterministic.
 
     Attributes:
-        words: the vocabulary, most frequent first. counts: int64, (words,).
-        vectors: (words, d), float32: the inputs' vectors. contexts: (words, d), the outputs'.
+        words: the vocabulary, most frequent first. counts: int64, (words,). key_to_index: the row of each word.
+        vectors: (words, d), float32: the inputs' vectors. contexts: (words, d), the outputs'. They are not copies:
+            clone what is to change, as in torch.nn.Embedding.from_pretrained(model.vectors.clone(), freeze=False).
 
     Raises:
         TypeError, ValueError: arguments out of range, sentences that are no lists of words, or an empty vocabulary.
@@ -115,14 +118,15 @@ class Word2Vec:
     def _set_options(self, **options: Any) -> None:
         name = type(self).__name__
         for option, least, most in (
-            ("vector_size", 1, 1 << 20), ("window", 1, 100), ("negative", 0, 63),
+            ("vector_size", 1, 1 << 20), ("window", 1, 100), ("negative", 1, 63),
             ("min_count", 1, 1 << 62), ("epochs", 1, 1 << 31), ("seed", 0, (1 << 62) - 1), ("threads", 1, None),
         ):  # fmt: skip
             value = options[option]
             if option == "threads" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
                 raise TypeError(f"{name}: {option} must be an integer, got {type(value).__name__}")
+            options[option] = value = int(value)
             if value < least or (most is not None and value > most):
                 limits = f"at least {least}" if most is None else f"{least} to {most}"
                 raise ValueError(f"{name}: {option} must be {limits}, got {value}")
@@ -130,15 +134,20 @@ class Word2Vec:
             options["alpha"] = 0.025 if options["parity"] == "word2vec" else self._alpha(options["sg"])
         for option in ("sample", "alpha", "min_alpha", "ns_exponent"):
             value = options[option]
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise TypeError(f"{name}: {option} must be a number, got {type(value).__name__}")
+            options[option] = value = float(value)
             if not math.isfinite(value) or (value < 0 and option != "ns_exponent"):
                 limits = "finite" if option == "ns_exponent" else "finite and at least 0"
                 raise ValueError(f"{name}: {option} must be {limits}, got {value}")
         for option in ("sg", "shrink_windows"):
-            if not isinstance(options[option], (bool, int)):
+            if options[option] not in (False, True):
                 raise TypeError(f"{name}: {option} must be True or False, got {options[option]!r}")
             options[option] = bool(options[option])
+        if options["alpha"] < options["min_alpha"]:
+            raise ValueError(
+                f"{name}: alpha must be at least min_alpha, {options['min_alpha']}, got {options['alpha']}"
+            )
         if options["parity"] not in (None, "word2vec"):
             raise ValueError(f'{name}: parity must be None or "word2vec", got {options["parity"]!r}')
         self.options = options
@@ -148,7 +157,7 @@ class Word2Vec:
 
     def _set_words(self, words: list[str], counts: Tensor) -> None:
         self.words, self.counts = words, counts
-        self._numbers = {word: n for n, word in enumerate(words)}
+        self.key_to_index = {word: n for n, word in enumerate(words)}
 
     @staticmethod
     def _alpha(sg: bool) -> float:
@@ -159,7 +168,7 @@ class Word2Vec:
 
     @on_cpu
     def train(self, sentences: Sentences, *, progress: bool = False, compute_loss: bool = False) -> TrainingReport:
-        """Reads the sentences once, makes the vocabulary and trains from the start.
+        """Reads the sentences once, makes the vocabulary and trains from the start, whatever was trained before.
 
         Args:
             sentences: an iterable of sentences, each an iterable of words; it may be a generator. Their words are kept
@@ -168,6 +177,8 @@ class Word2Vec:
             compute_loss: also reports the mean loss of a pair; takes some time.
         """
         name, o = type(self).__name__, self.options
+        if isinstance(sentences, (str, bytes, os.PathLike)):
+            raise TypeError(f"{name}: sentences must be lists of words, got a string: open a file and split its lines")
         corpus = read(name, sentences, o["min_count"])
         if not corpus.words:
             raise ValueError(f"{name}: no word stands {o['min_count']} times (min_count) in the sentences")
@@ -228,14 +239,17 @@ class Word2Vec:
     def __len__(self) -> int:
         return len(self.words)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.words)
+
     def __contains__(self, word: str) -> bool:
-        return word in self._numbers
+        return word in self.key_to_index
 
     def __getitem__(self, word: str) -> Tensor:
         """The vector of a word, (d,); KeyError for one that is not in the vocabulary."""
-        if word not in self._numbers:
+        if word not in self.key_to_index:
             raise KeyError(f"{type(self).__name__}: {word!r} is not in the vocabulary of {len(self.words)} words")
-        return self.vectors[self._numbers[word]]
+        return self.vectors[self.key_to_index[word]]
 
     def similarity(self, first: str, second: str) -> float:
         """The cosine of two words' vectors."""
@@ -244,7 +258,7 @@ class Word2Vec:
 
     def most_similar(
         self,
-        positive: str | Tensor | Sequence[str | Tensor],
+        positive: str | Tensor | Sequence[str | Tensor] = (),
         negative: str | Tensor | Sequence[str | Tensor] = (),
         topn: int = 10,
     ) -> list[tuple[str, float]]:
@@ -252,27 +266,53 @@ class Word2Vec:
 
         king - man + woman is `most_similar(["king", "woman"], ["man"])`. The words asked with are left out.
         """
-        near, far = ([w] if isinstance(w, (str, Tensor)) else list(w) for w in (positive, negative))
+        one = lambda w: isinstance(w, (str, Tensor)) or hasattr(w, "__array__")  # noqa: E731, a word or a vector
+        near, far = ([w] if one(w) else list(w) for w in (positive, negative))
         if not near and not far:
             raise ValueError(f"{type(self).__name__}: most_similar needs a word or vector")
+        if isinstance(topn, bool) or not isinstance(topn, int):
+            raise TypeError(f"{type(self).__name__}: topn must be an integer, got {type(topn).__name__}")
         if topn < 1:
             raise ValueError(f"{type(self).__name__}: topn must be at least 1, got {topn}")
         every = self.vectors
         given = [(word, 1.0) for word in near] + [(word, -1.0) for word in far]
-        vectors = [(self[each] if isinstance(each, str) else each.to(every), sign) for each, sign in given]
+        vectors = [
+            (self[each] if isinstance(each, str) else torch.as_tensor(each).to(every), sign) for each, sign in given
+        ]
         total = sum((sign * v / v.norm().clamp(min=1e-30) for v, sign in vectors), torch.zeros_like(every[0]))
         scores = every @ total / (every.norm(dim=1) * total.norm()).clamp(min=1e-30)
-        asked = [self._numbers[word] for word, _ in given if isinstance(word, str) and word in self._numbers]
+        asked = [self.key_to_index[word] for word, _ in given if isinstance(word, str) and word in self.key_to_index]
         scores[asked] = -torch.inf
         best, numbers = scores.topk(min(topn, len(scores) - len(set(asked))))
         return [(self.words[n], score) for n, score in zip(numbers.tolist(), best.tolist(), strict=True)]
 
-    def evaluate_pairs(self, pairs: Iterable[tuple[str, str, float]]) -> tuple[float, int]:
+    @on_cpu
+    def evaluate_pairs(
+        self, pairs: str | os.PathLike[str] | Iterable[tuple[str, str, float | str]]
+    ) -> tuple[float, int]:
         """Spearman's rank correlation of similarities with people's scores, and how many of the pairs it is of.
 
-        Pairs with a word that has no vector are left out; nan for fewer than two.
+        Args:
+            pairs: (word, word, score), or the path of a file with such lines, separated by tabs, as gensim's
+                wordsim353.tsv; lines that begin with # are left out. Words that have no vector are looked up in lower
+                case; pairs with a word that then has none are left out.
+
+        Returns:
+            (nan, number of pairs) for fewer than two.
         """
-        found = [(self.similarity(a, b), score) for a, b, score in pairs if a in self and b in self]
+        triples: list[Any]
+        if isinstance(pairs, (str, os.PathLike)):
+            lines = Path(pairs).read_text(encoding="utf-8").splitlines()
+            triples = [line.split("\t")[:3] for line in lines if line and not line.startswith("#")]
+        else:
+            triples = list(pairs)
+        found = []
+        for triple in triples:
+            if isinstance(triple, str) or len(triple) != 3:
+                raise ValueError(f"{type(self).__name__}: pairs must be of (word, word, score), got {triple!r}")
+            a, b = (word if word in self else word.lower() for word in triple[:2])
+            if a in self and b in self:
+                found.append((self.similarity(a, b), float(triple[2])))
         if len(found) < 2:
             return float("nan"), len(found)
         ours, theirs = (_ranks(torch.tensor(each, dtype=torch.float64)) for each in zip(*found, strict=True))
@@ -328,10 +368,36 @@ class Word2Vec:
 
     def save_text(self, path: str | os.PathLike[str]) -> None:
         """Writes the vectors as word2vec's text format: a line of sizes, then a word and its numbers a line."""
-        with open(path, "w", encoding="utf-8") as file:
+        for word in self.words:
+            if not word or any(c.isspace() for c in word):
+                raise ValueError(f"{type(self).__name__}: the format has no words like {word!r}, with spaces or empty")
+        with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(f"{len(self.words)} {self.options['vector_size']}\n")
             for word, vector in zip(self.words, self.vectors.tolist(), strict=True):
                 file.write(f"{word} {' '.join(map(repr, vector))}\n")
+
+    @classmethod
+    @on_cpu
+    def load_text(cls, path: str | os.PathLike[str]) -> Any:
+        """The words and vectors of such a file, also of gensim's save_word2vec_format, to look things up.
+
+        They cannot be trained on; counts and contexts are zero. ValueError for another file.
+        """
+        with open(path, encoding="utf-8", errors="surrogatepass") as file:
+            try:
+                count, size = map(int, file.readline().split())
+                lines = [file.readline().rstrip("\n").split(" ") for _ in range(count)]
+                vectors = torch.tensor([[float(n) for n in line[1:] if n] for line in lines], dtype=torch.float32)
+                model = Word2Vec(size)
+                words = [line[0] for line in lines]
+                if vectors.shape != (count, size) or len(set(words)) < count:
+                    raise ValueError(f"{len(set(words))} words, vectors of shape {tuple(vectors.shape)}")
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{os.fspath(path)} is no text file of word vectors: {error}") from None
+        model._set_words(words, torch.zeros(count, dtype=torch.int64))
+        model._set_vectors(count)
+        model._inputs[:, :size] = vectors
+        return model
 
     def __repr__(self) -> str:
         kind = "skip-gram" if self.options["sg"] else "CBOW"
@@ -370,11 +436,12 @@ def _bar(name: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
         yield lambda tokens: None
         return
     try:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
         raise ModuleNotFoundError(f"{name}: progress=True needs rich: pip install rich") from error
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("words", total=total, rate="")
 
         def advance(tokens: int) -> None:

@@ -450,7 +450,7 @@ class AdditiveRNN(_Variant):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as
-            `torch.nn.RNN`, whose parameters it has.
+            `torch.nn.RNN`, whose parameters it has, but without `nonlinearity`.
         layer_norm, recurrent_dropout, zoneout, recompute: as `GRU`.
 
     Shape: as `GRU`.

@@ -396,7 +396,8 @@ def additive_rnn(
 ) -> tuple[Tensor, Tensor]:
     """A recurrent network whose state is added to, the first of two steps from the simple one towards an LSTM.
 
-    u_t = tanh(W x_t + b + U h_{t-1} + b'), h_t = h_{t-1} + u_t: gradients reach earlier steps undiminished.
+    u_t = tanh(W x_t + b + U h_{t-1} + b'), h_t = h_{t-1} + u_t: a gradient reaches earlier steps undiminished beside
+    what U makes of it. The state is not bounded: it may grow by 1 a step.
 
     Args:
         input: (T, B, I), or (B, T, I) with batch_first; float64, float32, bfloat16 or float16.

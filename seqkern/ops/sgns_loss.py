@@ -55,7 +55,7 @@ def sgns_loss(
         w_out: shape (U, D), w_in's dtype.
         reduction: "mean" of the examples, "sum", or "none".
         sparse: the gradients are sparse tensors of the rows that were used, coalesced: for torch.optim.SGD and
-            SparseAdam. They cannot be differentiated again, or compiled.
+            SparseAdam. They cannot be differentiated again; torch.compile breaks the graph there.
 
     Returns:
         The loss, in float32 or wider: (), or center's shape for "none". Derivatives of every order for both tables. A

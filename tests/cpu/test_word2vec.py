@@ -319,7 +319,7 @@ def test_sizes(cls, size, isa):
 
 def test_a_bar(capsys):
     small().train(corpus(5), progress=True)
-    assert "words" in capsys.readouterr().out
+    assert "words" in capsys.readouterr().err
 
 
 # ---- subwords -----------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def fnv(text):
 @pytest.mark.parametrize("word", ["where", "a", "", "naïve", "日本語", "👍🏽x"])
 def test_ngrams_are_fasttexts(word):
     least, most, buckets = 1, 4, 1000
-    model = FastText(min_n=least, max_n=most, buckets=buckets)
+    model = FastText(min_n=least, max_n=most, bucket=buckets)
     starts, found = model._ngrams(["xy", word])
     around = f"<{word}>"
     expected = [
@@ -446,6 +446,8 @@ def test_most_similar():
     torch.testing.assert_close(torch.tensor(found[0][1]), scores[at(found[0][0])])
     assert model.most_similar(model["cat"])[0][0] == "cat"
     assert len(model.most_similar("cat", topn=100)) == 19
+    assert model.most_similar(negative="dog") == model.most_similar([], ["dog"])
+    assert model.most_similar(model["cat"].numpy())[0][0] == "cat"
     assert model.most_similar("cat", "dog") == model.most_similar(["cat"], ["dog"])
     assert model.most_similar(model["cat"].double(), model["dog"]) == model.most_similar([model["cat"]], [model["dog"]])
     with pytest.raises(ValueError, match="Word2Vec: topn must be at least 1, got 0"):
@@ -454,7 +456,7 @@ def test_most_similar():
         model.most_similar([])
 
 
-def test_evaluate_pairs():
+def test_evaluate_pairs(tmp_path):
     model = trained()
     words = [*ANIMALS, *TOOLS]
     pairs = [(a, b, round(model.similarity(a, b), 1)) for a in words for b in words if a < b]
@@ -466,6 +468,12 @@ def test_evaluate_pairs():
     torch.testing.assert_close(torch.tensor(ours), expected.float(), check_dtype=False)
     assert count == len(pairs)
     assert model.evaluate_pairs([])[1] == 0
+    (path := tmp_path / "pairs.tsv").write_text(
+        "# of people\nWord\tOther\t1\n\n" + "".join(f"{a.upper()}\t{b}\t{s}\tmore\n" for a, b, s in pairs)
+    )
+    assert model.evaluate_pairs(path) == model.evaluate_pairs(pairs)
+    with pytest.raises(ValueError, match=r"Word2Vec: pairs must be of \(word, word, score\), got \('cat', 'dog'\)"):
+        model.evaluate_pairs([("cat", "dog")])
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -543,6 +551,16 @@ def test_text(tmp_path):
         name, *numbers = line.split(" ")
         assert name == word
         assert torch.equal(torch.tensor([float(n) for n in numbers]), vector)
+    other = Word2Vec.load_text(tmp_path / "vectors.txt")
+    assert other.words == list(model) == list(other.key_to_index)
+    assert torch.equal(other.vectors, model.vectors)
+    for text in ("", "2 3\na 1 2 3\n", "1 2\na 1 2 3\n", "1 2\na x y\n", "2 1\na 1\na 2\n"):
+        (tmp_path / "bad.txt").write_text(text)
+        with pytest.raises(ValueError, match="is no text file of word vectors"):
+            Word2Vec.load_text(tmp_path / "bad.txt")
+    model.train([["new york", "a"]])
+    with pytest.raises(ValueError, match="Word2Vec: the format has no words like 'new york'"):
+        model.save_text(tmp_path / "vectors.txt")
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------
@@ -555,9 +573,11 @@ def test_text(tmp_path):
         (TypeError, {"threads": True}, "threads must be an integer, got bool"),
         (ValueError, {"vector_size": 0}, "vector_size must be 1 to 1048576, got 0"),
         (ValueError, {"window": 101}, "window must be 1 to 100, got 101"),
-        (ValueError, {"negative": 64}, "negative must be 0 to 63, got 64"),
+        (ValueError, {"negative": 64}, "negative must be 1 to 63, got 64"),
         (ValueError, {"epochs": 0}, "epochs must be 1 to 2147483648, got 0"),
         (ValueError, {"sample": -1.0}, "sample must be finite and at least 0, got -1.0"),
+        (ValueError, {"alpha": 1e-5}, "alpha must be at least min_alpha, 0.0001, got 1e-05"),
+        (TypeError, {"sg": 2}, "sg must be True or False, got 2"),
         (ValueError, {"alpha": float("nan")}, "alpha must be finite and at least 0, got nan"),
         (ValueError, {"ns_exponent": float("inf")}, "ns_exponent must be finite, got inf"),
         (TypeError, {"alpha": "big"}, "alpha must be a number, got str"),
@@ -576,9 +596,9 @@ def test_options(cls, error, options, message):
     ("error", "options", "message"),
     [
         (ValueError, {"min_n": 4, "max_n": 3}, "min_n and max_n must be 1 <= min_n <= max_n <= 1000, got 4 and 3"),
-        (ValueError, {"buckets": 0}, r"buckets must be 1 to 2\^31, got 0"),
+        (ValueError, {"bucket": 0}, r"bucket must be 1 to 2\^31, got 0"),
         (TypeError, {"min_n": 1.5}, "min_n must be an integer, got float"),
-        (TypeError, {"buckets": 1e6}, "buckets must be an integer, got float"),
+        (TypeError, {"bucket": 1e6}, "bucket must be an integer, got float"),
     ],
 )
 def test_options_of_subwords(error, options, message):
@@ -589,6 +609,7 @@ def test_options_of_subwords(error, options, message):
 @pytest.mark.parametrize(
     ("error", "sentences", "message"),
     [
+        (TypeError, "corpus.txt", "sentences must be lists of words, got a string: open a file and split its lines"),
         (TypeError, ["not split"], "a sentence must be a list of words, got a string: split it"),
         (TypeError, [[1, 2]], "words must be strings, got int"),
         (ValueError, [], r"no word stands 1 times \(min_count\) in the sentences"),
