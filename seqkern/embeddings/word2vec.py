@@ -184,12 +184,12 @@ class Word2Vec:
             raise ValueError(f"{name}: no word stands {o['min_count']} times (min_count) in the sentences")
         threshold, alias = alias_table(noise_weights(corpus.counts, o["ns_exponent"]))
         keep = as_bits(kept_share(corpus.counts, o["sample"])) if o["sample"] else None
-        rows = self._begin(corpus)
         count, tokens = len(corpus.starts) - 1, max(1, len(corpus.tokens))
         pieces = -(-tokens // _PIECE)
         bounds = [*torch.searchsorted(corpus.starts, torch.arange(pieces) * tokens // pieces).tolist(), count]
         pairs, loss, begun = 0, 0.0, time.perf_counter()
         with _bar(name, o["epochs"] * tokens, progress) as advance, _threads(o["threads"]) as racy:
+            rows = self._begin(corpus)  # nothing of the model has changed before
             for epoch in range(o["epochs"]):
                 of_epoch = torch.zeros(3, dtype=torch.float64)
                 for first, last in itertools.pairwise(bounds):
@@ -266,8 +266,7 @@ class Word2Vec:
 
         king - man + woman is `most_similar(["king", "woman"], ["man"])`. The words asked with are left out.
         """
-        one = lambda w: isinstance(w, (str, Tensor)) or hasattr(w, "__array__")  # noqa: E731, a word or a vector
-        near, far = ([w] if one(w) else list(w) for w in (positive, negative))
+        near, far = ([w] if isinstance(w, str) or hasattr(w, "__array__") else list(w) for w in (positive, negative))
         if not near and not far:
             raise ValueError(f"{type(self).__name__}: most_similar needs a word or vector")
         if isinstance(topn, bool) or not isinstance(topn, int):

@@ -14,7 +14,7 @@
 // when the first window sees the word, moves with its gradients, and its rows move as far when the last window is done.
 //
 // Tried and lost, in the speed that a second core gives on a Sapphire Rapids (gensim's corpus of 331339 words,
-// vocabulary of 7978, 100 dimensions, window 5, 5 negatives: skip-gram and CBOW; here 1.75 and 1.65):
+// vocabulary of 7978, 100 dimensions, window 5, 5 negatives: skip-gram and CBOW; here 1.75, and 1.45 to 1.65):
 // - vectors in place, negatives for each window: 1.6 and 1.5; copies of the words in reach: 1.65 and 1.46;
 // - both, and rows fetched 2 or 4 windows ahead: no more than one window ahead;
 // - for each input negatives of its own out of a pool of 64 rows, copies too, of which a window replaces two: 2.1 and
