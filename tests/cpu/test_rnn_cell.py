@@ -152,3 +152,12 @@ def test_the_two_conventions_of_the_gru(reset_after):
         r, z = torch.sigmoid(r + h @ u_r.t() + b_r), torch.sigmoid(z + h @ u_z.t() + b_z)
         expected = (1 - z) * torch.tanh(n + (r * h) @ u_n.t() + b_n) + z * h
     torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("number", [-1, 4, 5, 6])
+def test_the_op_refuses_cells_of_layers_alone(number):
+    x, h = torch.zeros(2, 6), torch.zeros(2, 3)
+    with pytest.raises(RuntimeError, match="rnn_cell_fwd: cell must"):
+        torch.ops.seqkern.rnn_cell_fwd(x, x, h, None, number)
+    with pytest.raises(RuntimeError, match="rnn_cell_bwd: cell must"):
+        torch.ops.seqkern.rnn_cell_bwd(h, None, h, None, None, x, number)

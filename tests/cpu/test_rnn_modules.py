@@ -664,3 +664,12 @@ def test_recompute_does_not_move_the_bend_of_relu(dtype):
         for recompute in (False, True)
     )
     assert torch.equal(kept, found)
+
+
+@pytest.mark.parametrize("layer", [seqkern.nn.AdditiveRNN, seqkern.nn.InterpolatedRNN])
+def test_networks_that_torch_has_not_are_never_its_own(layer, monkeypatch):
+    """ONNX export hands torch's layers to torch; these have no operator there."""
+    network, x = layer(4, 3), torch.randn(5, 2, 4)
+    expected = network(x)[0]
+    monkeypatch.setattr("seqkern.nn.rnn.exports_onnx", lambda: True)
+    assert torch.equal(network(x)[0], expected)
