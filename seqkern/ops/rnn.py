@@ -559,10 +559,8 @@ def _network(
     input, h0, c0, *weights = autocast(input, *hx, *weights)
     peepholes = None if peepholes is None else [t.to(input.dtype) for t in peepholes]
 
-    recompute = recompute and cell not in (
-        RNN_TANH,
-        RNN_RELU,
-    )  # what an RNN keeps is h, and of a rounded h relu's slope is another
+    # What an RNN keeps is h, and of a rounded h relu's slope is another.
+    recompute = recompute and cell not in (RNN_TANH, RNN_RELU)
     directions, backend = sizes.directions, backend_for(op, input)
     x = input.transpose(0, 1) if batch_first else input
     if lengths is not None:  # what stands past the end is not to be multiplied, by a zero gradient even
