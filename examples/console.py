@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -243,4 +244,42 @@ def checks_table(checks: Sequence[dict[str, Any]]) -> Table:
     table = Table("check", "found", "verdict", title="Checks")
     for check in checks:
         table.add_row(check["name"], check["found"], "[green]passed" if check["passed"] else "[red]FAILED")
+    return table
+
+
+def exhibit(shown: Any) -> Panel | Table:
+    """An `Exhibit` of a system in a terminal; a figure is only named."""
+    title = shown.title
+    if shown.table is not None:
+        head, *rows = shown.table
+        table = Table(*head, title=title, caption=shown.note or None)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        return table
+    styles = {"": "", "soft": "dim", "good": "green", "bad": "red"}
+    if shown.text is not None:
+        pieces = Text.assemble(*((text, styles[style]) for text, style in shown.text))
+        return Panel(pieces, title=title, subtitle=shown.note or None)
+    return Panel(shown.note or "a figure of the gallery's report", title=title)
+
+
+def systems_table(records: Sequence[dict[str, Any]]) -> Table:
+    """A row for each trained system and variant."""
+    columns = ("system", "variant", "metric", "torch", "seqkern", "best baseline", "times faster", "memory of a step")
+    table = Table(*columns, title="Systems", caption="means over the seeds; memory: torch's, seqkern's")
+    for record in records:
+        runs = record["seeds"][0]["runs"]
+
+        def mean(library: str, record: dict[str, Any] = record) -> str:
+            found = [seed["runs"][library]["metric"] for seed in record["seeds"]]
+            return f"{statistics.fmean(found):.3f}"
+
+        name, best = min(record["baselines"].items(), key=lambda b: -b[1] if record["higher_is_better"] else b[1])
+        ratios = [seed["speed_ratio"] for seed in record["seeds"] if "speed_ratio" in seed]
+        memory = ", ".join(megabytes(record["peak_bytes"].get(library)) for library in LIBRARIES)
+        table.add_row(
+            record["title"], record["variant"], record["metric"],
+            mean("torch") if "torch" in runs else "", mean("seqkern"), f"{best:.3f}, {name}",
+            f"{statistics.median(ratios):.2f}" if ratios else "", memory if record["peak_bytes"] else "",
+        )  # fmt: skip
     return table

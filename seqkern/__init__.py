@@ -1,6 +1,6 @@
 """Fused kernels for sequence models in PyTorch: attention, layer norm and recurrent networks, on CPU and GPU."""
 
-from seqkern import nn, reference
+from seqkern import models, nn, reference
 from seqkern._explain import explain
 from seqkern._library import release_memory, use_backend
 from seqkern._optimize import optimize, restore

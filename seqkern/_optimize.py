@@ -214,6 +214,8 @@ def _own_options(module: nn.Module) -> list[str]:
     names = ["layer_norm", "peephole", "recompute", "recurrent_dropout", "zoneout"]
     names += ["weight_offset", "round_before_weight", "num_kv_heads", "window", "qk_norm", "rope"]
     found = [name for name in names if getattr(module, name, False)]
+    if isinstance(module, seqkern.nn.MultiheadAttention) and module._own_head_dim:
+        found.append("head_dim")
     if isinstance(module, _LAYERS):  # torch's layers do without their attention's forward, in evaluation
         found += _own_options(module.self_attn)
     return found

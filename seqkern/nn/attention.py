@@ -15,6 +15,7 @@ from seqkern._keywords import explicit, refuse
 from seqkern.nn.attention_cache import AttentionCache, AttentionPages
 from seqkern.nn.layer_norm import RMSNorm
 from seqkern.nn.rope import RotaryEmbedding
+from seqkern.ops._attention_checks import check_key_lengths
 from seqkern.ops.attention import attention, attention_varlen
 from seqkern.ops.attention_decode import attention_decode
 from seqkern.ops.attention_weights import attention_weights
@@ -36,11 +37,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as
             `torch.nn.MultiheadAttention`.
         num_kv_heads: heads of keys and values, a divisor of num_heads; num_heads / num_kv_heads consecutive query heads
-            share one. in_proj_weight then has embed_dim + 2 * num_kv_heads * head_dim rows. Default: num_heads.
+            share one. Default: num_heads.
+        head_dim: features of each head, any number; embed_dim is "wide" attention, where every head has the full width.
+            in_proj_weight has (num_heads + 2 * num_kv_heads) * head_dim rows and out_proj takes num_heads * head_dim
+            features. GPU kernels take at most 256. Default: embed_dim / num_heads, "narrow" heads.
         window: (left, right): no key more than `left` before a query or `right` after it, as `seqkern.attention`.
         qk_norm: an RMS norm of each head of queries and of keys, with parameters `q_norm.weight` and `k_norm.weight`.
-        rope: a `seqkern.nn.RotaryEmbedding` for embed_dim / num_heads features, which turns queries and keys, after
-            their norm.
+        rope: a `seqkern.nn.RotaryEmbedding` for a head's features, which turns queries and keys, after their norm.
 
     Shape, of forward(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
     average_attn_weights=True, is_causal=False): query (L, N, embed_dim), key (S, N, kdim), value (S, N, vdim), or
@@ -101,6 +104,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
         rope: RotaryEmbedding | None = None,
+        head_dim: int | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
@@ -114,6 +118,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError(
                 f"MultiheadAttention: num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}"
             )
+        if head_dim is not None and (not isinstance(head_dim, int) or head_dim <= 0):
+            raise ValueError(f"MultiheadAttention: head_dim must be a positive whole number, got {head_dim}")
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -122,7 +128,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         factory: Any = {"device": device, "dtype": dtype}
         if num_kv_heads is not None and num_kv_heads != num_heads:
             self.num_kv_heads = num_kv_heads
-            self._narrow(num_kv_heads * self.head_dim, factory)
+        if head_dim is not None:
+            self.head_dim = head_dim
+        if self.num_kv_heads is not None or self._own_head_dim:
+            self._resize(factory)
         if qk_norm:
             self.qk_norm = True
             self.q_norm = RMSNorm(self.head_dim, **factory)
@@ -133,9 +142,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                     f"MultiheadAttention: rope must be a seqkern.nn.RotaryEmbedding, got {type(rope).__name__}"
                 )
             if rope.head_dim != self.head_dim:
+                name = "embed_dim / num_heads" if head_dim is None else "head_dim"
                 raise ValueError(
-                    f"MultiheadAttention: rope must be for embed_dim / num_heads = {self.head_dim} features, got"
-                    f" {rope.head_dim}"
+                    f"MultiheadAttention: rope must be for {name} = {self.head_dim} features, got {rope.head_dim}"
                 )
             self.add_module("_rope", rope)
 
@@ -145,23 +154,35 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         found: Any = self._modules.get("_rope")
         return found
 
-    def _narrow(self, rows: int, factory: Any) -> None:
-        """The parameters of keys and values for fewer heads."""
+    @property
+    def _own_head_dim(self) -> bool:
+        """Whether a head has another number of features than torch's would have."""
+        return self.head_dim * self.num_heads != self.embed_dim
+
+    def _resize(self, factory: Any) -> None:
+        """The parameters for fewer heads of keys and values, or heads of another size."""
+        width, rows = self.num_heads * self.head_dim, (self.num_kv_heads or self.num_heads) * self.head_dim
+
+        def made(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(shape, **factory))
+
         if self._qkv_same_embed_dim:
-            shape = (self.embed_dim + 2 * rows, self.embed_dim)
-            self.in_proj_weight = torch.nn.Parameter(torch.empty(shape, **factory))
+            self.in_proj_weight = made(width + 2 * rows, self.embed_dim)
         else:
-            self.k_proj_weight = torch.nn.Parameter(torch.empty((rows, self.kdim), **factory))
-            self.v_proj_weight = torch.nn.Parameter(torch.empty((rows, self.vdim), **factory))
+            self.q_proj_weight = made(width, self.embed_dim)
+            self.k_proj_weight, self.v_proj_weight = made(rows, self.kdim), made(rows, self.vdim)
         if self.in_proj_bias is not None:
-            self.in_proj_bias = torch.nn.Parameter(torch.empty(self.embed_dim + 2 * rows, **factory))
+            self.in_proj_bias = made(width + 2 * rows)
         if self.bias_k is not None:
-            self.bias_k = torch.nn.Parameter(torch.empty((1, 1, rows), **factory))
-            self.bias_v = torch.nn.Parameter(torch.empty((1, 1, rows), **factory))
+            self.bias_k, self.bias_v = made(1, 1, rows), made(1, 1, rows)
+        if self._own_head_dim:
+            bias = self.out_proj.bias is not None
+            self.out_proj = type(self.out_proj)(width, self.embed_dim, bias=bias, **factory)
         self._reset_parameters()
 
     def extra_repr(self) -> str:
-        options = {"num_kv_heads": self.num_kv_heads, "window": self.window, "qk_norm": self.qk_norm or None}
+        options: dict[str, Any] = {"num_kv_heads": self.num_kv_heads, "window": self.window}
+        options |= {"qk_norm": self.qk_norm or None, "head_dim": self.head_dim if self._own_head_dim else None}
         return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
 
     def make_cache(
@@ -246,6 +267,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             cache.lengths += k.shape[2]
             return self._output(out, batched), None
         visible, added = self._masks(q, k, key_padding_mask, attn_mask)
+        if key_lengths is not None and (self.bias_k is not None or self.add_zero_attn):  # keys that no length hides
+            lengths = check_key_lengths(self._name, key_lengths, q, q.shape[0])
+            own = (torch.arange(k.shape[2], device=q.device) < lengths[:, None])[:, None, None]
+            visible, key_lengths = own if visible is None else visible & own, None
         k, v, visible, added, is_causal = self._extend(q, k, v, visible, added, is_causal)
         options: dict[str, Any] = {"causal": is_causal, "causal_align": "upper_left", "window": self.window}
         options |= {"attn_mask": _combine(visible, added), "key_lengths": key_lengths}
@@ -306,9 +331,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             biases = (None,) * 3 if bias is None else bias.split([w.shape[0] for w in weights])
             return tuple(map(linear, (query, key, value), weights, biases))
         weight = self.in_proj_weight
-        rows = (weight.shape[0] - self.embed_dim) // 2
-        w_q, w_kv = weight.split([self.embed_dim, 2 * rows])
-        b_q, b_kv = (None, None) if bias is None else bias.split([self.embed_dim, 2 * rows])
+        width = self.num_heads * self.head_dim
+        rows = (weight.shape[0] - width) // 2
+        w_q, w_kv = weight.split([width, 2 * rows])
+        b_q, b_kv = (None, None) if bias is None else bias.split([width, 2 * rows])
         if key is value:
             return linear(query, w_q, b_q), *linear(key, w_kv, b_kv).split(rows, -1)
         w_k, w_v = w_kv.split(rows)

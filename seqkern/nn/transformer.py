@@ -87,7 +87,7 @@ def _adopt(layer: torch.nn.Module, factory: Any, **options: dict[str, Any]) -> N
         if type(module) is torch.nn.LayerNorm:
             object.__setattr__(module, "__class__", LayerNorm)
         elif isinstance(module, torch.nn.MultiheadAttention):
-            own = {key: value for key, value in options[name].items() if value}
+            own = {key: value for key, value in options[name].items() if value is not None and value is not False}
             if own:
                 made = MultiheadAttention(
                     module.embed_dim,
@@ -101,6 +101,7 @@ def _adopt(layer: torch.nn.Module, factory: Any, **options: dict[str, Any]) -> N
                     window=own.get("window"),
                     qk_norm=own.get("qk_norm", False),
                     rope=own.get("rope"),
+                    head_dim=own.get("head_dim"),
                 )
                 setattr(layer, name, made)
             else:
@@ -117,7 +118,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype: as `torch.nn.TransformerEncoderLayer`; activation also "silu" or "gelu_tanh", GPT-2's.
-        num_kv_heads, window, qk_norm, rope: as `seqkern.nn.MultiheadAttention`.
+        num_kv_heads, window, qk_norm, rope, head_dim: as `seqkern.nn.MultiheadAttention`.
 
     Shape: src (N, L, d_model) with batch_first, (L, N, d_model), or without N. forward(src, src_mask=None,
     src_key_padding_mask=None, is_causal=False): the masks as `seqkern.nn.MultiheadAttention`. By keyword key_lengths
@@ -153,6 +154,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
         rope: RotaryEmbedding | None = None,
+        head_dim: int | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
@@ -162,6 +164,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             norm_first, bias, device, dtype,
         )  # fmt: skip
         options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "window": window, "qk_norm": qk_norm, "rope": rope}
+        options |= {"head_dim": head_dim}
         _adopt(self, {"device": device, "dtype": dtype}, self_attn=options)
 
     @explicit
@@ -204,8 +207,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype: as `torch.nn.TransformerDecoderLayer`.
-        num_kv_heads, window, qk_norm, rope: as `seqkern.nn.MultiheadAttention`; window and rope are of the attention to
-            itself.
+        num_kv_heads, window, qk_norm, rope, head_dim: as `seqkern.nn.MultiheadAttention`; window and rope are of the
+            attention to itself.
 
     Shape: tgt and memory as `TransformerEncoderLayer`'s src. forward(tgt, memory, tgt_mask=None, memory_mask=None,
     tgt_key_padding_mask=None, memory_key_padding_mask=None, tgt_is_causal=False, memory_is_causal=False): as torch's.
@@ -247,6 +250,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
         rope: RotaryEmbedding | None = None,
+        head_dim: int | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
@@ -255,7 +259,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
             d_model, nhead, dim_feedforward, dropout, _MORE.get(activation, activation), layer_norm_eps, batch_first,
             norm_first, bias, device, dtype,
         )  # fmt: skip
-        options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "qk_norm": qk_norm}
+        options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "qk_norm": qk_norm, "head_dim": head_dim}
         factory = {"device": device, "dtype": dtype}
         _adopt(self, factory, self_attn=options | {"window": window, "rope": rope}, multihead_attn=options)
 
@@ -410,7 +414,7 @@ class Transformer(torch.nn.Transformer):
     Args:
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation, custom_encoder,
             custom_decoder, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as `torch.nn.Transformer`.
-        num_kv_heads, window, qk_norm, rope: of every layer, as `seqkern.nn.TransformerEncoderLayer`.
+        num_kv_heads, window, qk_norm, rope, head_dim: of every layer, as `seqkern.nn.TransformerEncoderLayer`.
 
     Example:
         >>> import torch, seqkern
@@ -442,13 +446,14 @@ class Transformer(torch.nn.Transformer):
         window: tuple[int | None, int | None] | None = None,
         qk_norm: bool = False,
         rope: RotaryEmbedding | None = None,
+        head_dim: int | None = None,
         **unexpected: NoReturn,
     ) -> None:
         if unexpected:
             refuse(Transformer.__init__, unexpected, "Transformer")
         factory: Any = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "window": window, "qk_norm": qk_norm, "rope": rope}
-        options |= factory
+        options |= factory | {"head_dim": head_dim}
         options |= {"dropout": dropout, "activation": activation, "layer_norm_eps": layer_norm_eps, "bias": bias}
         options |= {"batch_first": batch_first, "norm_first": norm_first, "dim_feedforward": dim_feedforward}
 

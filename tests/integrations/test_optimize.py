@@ -259,7 +259,7 @@ def test_a_layer_made_here_is_restored_to_a_working_one_of_torchs() -> None:
 
 def test_attention_with_options_of_its_own_stays_and_keeps_its_layer() -> None:
     rope = seqkern.nn.RotaryEmbedding(4)
-    for options in ({"num_kv_heads": 2}, {"window": (3, 0)}, {"qk_norm": True}, {"rope": rope}):
+    for options in ({"num_kv_heads": 2}, {"window": (3, 0)}, {"qk_norm": True}, {"rope": rope}, {"head_dim": 16}):
         model = seqkern.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, **options).eval()
         x = torch.randn(3, 6, 16)
         with torch.inference_mode():

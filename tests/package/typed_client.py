@@ -233,14 +233,15 @@ def modules(wanted: bool) -> None:
 
     attention: torch.nn.MultiheadAttention = seqkern.nn.MultiheadAttention(8, 2, num_kv_heads=1, qk_norm=True)
     assert_type(attention(x, x, x)[0], Any)
-    own = seqkern.nn.MultiheadAttention(8, 2, window=(3, 0))
+    own = seqkern.nn.MultiheadAttention(8, 2, window=(3, 0), head_dim=8)
     assert_type(own.forward(x, x, x, need_weights=False, is_causal=True), tuple[Tensor, Tensor | None])
     assert_type(own.make_cache(3, 16), seqkern.nn.AttentionCache)
     assert_type(own.make_cache(3, 16, pages=seqkern.nn.AttentionPages(3, 16)).pages, seqkern.nn.AttentionPages | None)
-    layer, other = seqkern.nn.TransformerEncoderLayer(8, 2, 16), seqkern.nn.TransformerDecoderLayer(8, 2, 16)
+    layer = seqkern.nn.TransformerEncoderLayer(8, 2, 16, head_dim=3)
+    other = seqkern.nn.TransformerDecoderLayer(8, 2, 16, head_dim=3)
     assert_type(seqkern.nn.TransformerEncoder(layer, 2).forward(x, is_causal=True), Tensor)
     assert_type(seqkern.nn.TransformerDecoder(other, 2).forward(x, x, tgt_is_causal=True), Tensor)
-    assert_type(seqkern.nn.Transformer(8, 2, 1, 1, 16).forward(x, x), Tensor)
+    assert_type(seqkern.nn.Transformer(8, 2, 1, 1, 16, head_dim=3).forward(x, x), Tensor)
 
     assert_type(seqkern.nn.LSTMCell(8, 4).forward(x[0]), Pair)
     assert_type(seqkern.nn.GRUCell(8, 4, bias=False).forward(x[0], torch.zeros(3, 4)), Tensor)

@@ -1,0 +1,1 @@
+"""What the examples learn from: one file a set, with its source and licence."""

@@ -1,0 +1,10 @@
+"""Whole systems of the field's textbooks, composed of seqkern's modules: to read, to train, to take as a start.
+
+Each file is one system. Every model has `loss(...)`, which trains it; those that write have `start` and `step` for
+`seqkern.generate`. `examples/<system>.py` trains each on real data, beside a twin in plain torch.
+"""
+
+from seqkern.models.gpt import GPT, GPTBlock
+from seqkern.models.recurrent_lm import RecurrentLM
+
+__all__ = ["GPT", "GPTBlock", "RecurrentLM"]
