@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {"max_len": CONTEXT},
     "post-norm": {"max_len": CONTEXT, "norm_first": False},
 }
-SIZES = {"vocab_size": 256, "d_model": 96, "nhead": 4, "num_layers": 3}
+SIZES: dict[str, Any] = {"vocab_size": 256, "d_model": 96, "nhead": 4, "num_layers": 3}
 
 corpus = runner.cached(text.load)
 
@@ -53,14 +53,14 @@ class System(runner.System):
     name = "gpt"
     title = "GPT"
     about = (
-        "A language model of causal self-attention (Radford et al. 2018; Jurafsky and Martin, section 9.8): with Llama's "
-        "rotary positions, RMS norm and SwiGLU, or with GPT-2's learned positions, layer norm and GELU."
+        "A language model of causal self-attention (Radford et al. 2018; Jurafsky and Martin, section 9.8): with "
+        "Llama's rotary positions, RMS norm and SwiGLU, or with GPT-2's learned positions, layer norm and GELU."
     )
     data = "the Python language reference, pydoc_data.topics of this Python; PSF licence; the last tenth is held out"
     metric, higher_is_better = "bits per byte", False
     loss, nats, tokens = "bits per byte", math.log(2), "bytes"
     against, margin, target, tolerance = "zlib", 0.3, 2.1, 0.02
-    recipes = {name: Recipe(steps=600, learning_rate=4e-3, weight_decay=0.1) for name in VARIANTS}
+    recipes: ClassVar = {name: Recipe(steps=600, learning_rate=4e-3, weight_decay=0.1) for name in VARIANTS}
 
     def model(self, variant: str) -> nn.Module:
         return seqkern.models.GPT(**SIZES, **VARIANTS[variant])

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
@@ -93,7 +93,7 @@ class System(abc.ABC):
     margin: float  # by so much
     target: float  # that the main variant's metric must reach
     tolerance: float  # of the metrics of two versions of the same seed
-    recipes: dict[str, Recipe]
+    recipes: ClassVar[dict[str, Recipe]]
 
     @abc.abstractmethod
     def model(self, variant: str) -> nn.Module:

@@ -64,6 +64,7 @@ __all__ = [
     "lstm",
     "lstm_cell",
     "merge_attention",
+    "models",
     "nn",
     "optimize",
     "reference",

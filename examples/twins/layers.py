@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-GATED = {"reglu": F.relu, "swiglu": F.silu, "geglu": F.gelu}
-PLAIN = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+Activations = dict[str, Callable[[Tensor], Tensor]]
+GATED: Activations = {"reglu": F.relu, "swiglu": F.silu, "geglu": F.gelu}
+PLAIN: Activations = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
 
 
 def padding_mask(lengths: Tensor | None, length: int) -> Tensor | None:
@@ -42,7 +44,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x (B, N, d_model) attends to itself, or to memory; mask broadcasts to (B, H, N, keys), True may be seen."""
         if memory is None:
-            projected = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            projected: Sequence[Tensor] = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
             inner = self.out_proj.in_features
             w_q, w_kv = self.in_proj_weight.split([inner, 2 * inner])
@@ -79,13 +81,13 @@ class EncoderLayer(nn.Module):
         head_dim: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.norm_first, self.activation = norm_first, PLAIN[activation]
+        self.norm_first, self.activation = norm_first, activation
         self.self_attn = Attention(d_model, nhead, head_dim=head_dim)
         self.linear1, self.linear2 = nn.Linear(d_model, dim_feedforward), nn.Linear(dim_feedforward, d_model)
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
 
     def ffn(self, x: Tensor) -> Tensor:
-        return self.linear2(self.activation(self.linear1(x)))
+        return self.linear2(PLAIN[self.activation](self.linear1(x)))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.norm_first:
@@ -95,16 +97,22 @@ class EncoderLayer(nn.Module):
         return self.norm2(x + self.ffn(x))
 
 
-class DecoderLayer(EncoderLayer):
+class DecoderLayer(nn.Module):
     """The block of a decoder, with the names of nn.TransformerDecoderLayer; without dropout."""
 
     def __init__(
         self, d_model: int, nhead: int, dim_feedforward: int, activation: str = "relu", norm_first: bool = False
     ):
-        super().__init__(d_model, nhead, dim_feedforward, activation, norm_first)
-        self.multihead_attn, self.norm3 = Attention(d_model, nhead), nn.LayerNorm(d_model)
+        super().__init__()
+        self.norm_first, self.activation = norm_first, activation
+        self.self_attn, self.multihead_attn = Attention(d_model, nhead), Attention(d_model, nhead)
+        self.linear1, self.linear2 = nn.Linear(d_model, dim_feedforward), nn.Linear(dim_feedforward, d_model)
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(d_model), nn.LayerNorm(d_model), nn.LayerNorm(d_model)
 
-    def forward(self, x: Tensor, memory: Any = None, mask: Tensor | None = None) -> Tensor:
+    def ffn(self, x: Tensor) -> Tensor:
+        return self.linear2(PLAIN[self.activation](self.linear1(x)))
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         """mask is the memory's."""
         if self.norm_first:
             x = x + self.self_attn(self.norm1(x), causal=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,7 +23,7 @@ class RecurrentLM(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, embedding_dim)
-        kind: type[nn.RNNBase] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[cell]
+        kind: Any = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[cell]
         self.rnn = kind(input_size=embedding_dim, hidden_size=hidden_size, num_layers=num_layers, batch_first=True)
         self.norm = nn.LayerNorm(hidden_size) if layer_norm else nn.Identity()
         self.head = Head(hidden_size, vocab_size, not tie_weights)

@@ -11,8 +11,9 @@ from torch.types import Device
 
 import seqkern
 from seqkern.generation import Chunk
+from seqkern.nn import GRU, LSTM, RNN, LayerNorm, LinearCrossEntropy
 
-_CELLS = {"lstm": seqkern.nn.LSTM, "gru": seqkern.nn.GRU, "rnn": seqkern.nn.RNN}
+_CELLS: dict[str, Any] = {"lstm": LSTM, "gru": GRU, "rnn": RNN}
 
 
 class RecurrentLM(torch.nn.Module):
@@ -79,9 +80,9 @@ class RecurrentLM(torch.nn.Module):
         torch.nn.init.normal_(self.embedding.weight, std=embedding_dim**-0.5)
         between = dropout if num_layers > 1 else 0.0
         self.rnn = _CELLS[cell](embedding_dim, hidden_size, num_layers, batch_first=True, dropout=between, **factory)
-        self.norm = seqkern.nn.LayerNorm(hidden_size, **factory) if layer_norm else torch.nn.Identity()
+        self.norm = LayerNorm(hidden_size, **factory) if layer_norm else torch.nn.Identity()
         self.dropout = torch.nn.Dropout(dropout)
-        self.head = seqkern.nn.LinearCrossEntropy(hidden_size, vocab_size, bias=not tie_weights, **factory)
+        self.head = LinearCrossEntropy(hidden_size, vocab_size, bias=not tie_weights, **factory)
         if tie_weights:
             self.head.linear.weight = self.embedding.weight
         if cell == "lstm":
