@@ -4,7 +4,20 @@ Each file is one system. Every model has `loss(...)`, which trains it; those tha
 `seqkern.generate`. `examples/<system>.py` trains each on real data, beside a twin in plain torch.
 """
 
+from seqkern.models.bert import BERT, BERTClassifier, MaskedLM, mask_tokens
+from seqkern.models.encoder_decoder import EncoderDecoder
 from seqkern.models.gpt import GPT, GPTBlock
 from seqkern.models.recurrent_lm import RecurrentLM
+from seqkern.models.seq2seq import RNNEncoderDecoder
 
-__all__ = ["GPT", "GPTBlock", "RecurrentLM"]
+__all__ = [
+    "BERT",
+    "GPT",
+    "BERTClassifier",
+    "EncoderDecoder",
+    "GPTBlock",
+    "MaskedLM",
+    "RNNEncoderDecoder",
+    "RecurrentLM",
+    "mask_tokens",
+]
