@@ -142,3 +142,43 @@ def loss_figure(result: dict[str, Any], baselines: dict[str, float], limits: dic
     for ax in (curves, differences):
         _quiet(ax)
     return figure
+
+
+def curves_figure(record: dict[str, Any]) -> Figure:
+    """A system's losses of one seed, both versions over each other, and below them how far apart they are."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    runs = record["seeds"][-1]["runs"]
+    ours, theirs = (runs[library]["losses"] for library in ("seqkern", "torch"))
+    steps = range(1, len(ours) + 1)
+    curves.plot(steps, theirs, color=TORCH, alpha=0.5, linewidth=3.5, label="plain torch")
+    curves.plot(steps, ours, color=SEQKERN, linewidth=1, label="seqkern")
+    top = sorted(ours)[-max(1, len(ours) // 50)]  # the first steps would flatten the rest
+    curves.set_ylim(min(*ours, *theirs) * 0.95, top * 1.05)
+    curves.set_ylabel(record["loss"])
+    legend = curves.legend(frameon=False)
+    # Where both are equal there is nothing to draw on a logarithmic axis.
+    apart = [abs(a - b) / abs(a) or math.nan for a, b in zip(theirs, ours, strict=True)]
+    differences.plot(steps, apart, ".", color=GREY, markersize=4)
+    differences.set_yscale("log")
+    differences.set_ylabel("apart, share")
+    differences.set_xlabel("training step")
+    for ax in (curves, differences):
+        _quiet(ax)
+        ink(ax)
+    for text in legend.get_texts():
+        text.set_color(INK)
+    return figure
+
+
+INK = "#000000"  # the page replaces it by the colour of its text
+
+
+def ink(ax: Axes) -> None:
+    """Text and lines of axes in the page's own colour, light or dark."""
+    ax.tick_params(colors=INK, which="both")
+    for part in (ax.xaxis.label, ax.yaxis.label, ax.title):
+        part.set_color(INK)
+    for spine in ax.spines.values():
+        spine.set_edgecolor(INK)
+    ax.grid(color=GREY, alpha=0.25, linewidth=0.7) if ax.xaxis.get_gridlines()[0].get_visible() else None

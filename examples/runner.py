@@ -94,6 +94,7 @@ class System(abc.ABC):
     target: float  # that the main variant's metric must reach
     tolerance: float  # of the metrics of two versions of the same seed
     recipes: ClassVar[dict[str, Recipe]]
+    show_all: bool = False  # whether the gallery shows exhibits of every variant, not only of the main one
 
     @abc.abstractmethod
     def model(self, variant: str) -> nn.Module:
