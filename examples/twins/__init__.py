@@ -3,6 +3,6 @@
 torch.nn's own Transformer layers are not used: in evaluation they take another path, whose results differ.
 """
 
-from examples.twins import gpt, layers, recurrent_lm
+from examples.twins import bert, classifier, encoder_decoder, gpt, layers, recurrent_lm, seq2seq, tagger
 
-__all__ = ["gpt", "layers", "recurrent_lm"]
+__all__ = ["bert", "classifier", "encoder_decoder", "gpt", "layers", "recurrent_lm", "seq2seq", "tagger"]

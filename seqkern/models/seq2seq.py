@@ -159,8 +159,8 @@ class RNNEncoderDecoder(torch.nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden)
 
-    def start(self, source: Tensor, source_lengths: Tensor) -> tuple[SourceMemory, Any]:
-        """The memory with keys that are projected once, and the decoder's state before the first token."""
+    def start(self, source: Tensor, source_lengths: Tensor, longest: int = 0) -> tuple[SourceMemory, Any]:
+        """The memory with keys that are projected once, and s_0; `longest`, as of models with caches, has no effect."""
         memory, state = self.encode(source, source_lengths)
         rows = torch.arange(len(source), device=source.device)
         return SourceMemory(rows, source_lengths, (memory, self.decoder.project_key(memory))), state

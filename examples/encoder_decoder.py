@@ -1,0 +1,46 @@
+"""Reading English words aloud: the Transformer of Vaswani et al. turns letters into phones.
+
+python -m examples.encoder_decoder --twin               norms before the parts of a block
+python -m examples.encoder_decoder --variant post-norm  norms after them, as in the paper
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+import seqkern
+from examples import runner, twins
+from examples.runner import Recipe
+from examples.seq2seq import SIZES, Pronouncing
+
+WIDTHS = {"d_model": 128, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": 256}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "pre-norm": {"norm_first": True},
+    "post-norm": {"tie_weights": True},
+}
+
+
+class System(Pronouncing):
+    name = "encoder_decoder"
+    title = "Encoder-decoder Transformer"
+    about = (
+        "The Transformer (Vaswani et al. 2017; Jurafsky and Martin, equations 9.31 to 9.42): an encoder of "
+        "self-attention, and a decoder that also attends to what the encoder made of the source. It turns the letters "
+        "of English words into phones."
+    )
+    margin, target = 0.3, 12.0
+    recipes: ClassVar = {name: Recipe(steps=900, learning_rate=3e-3) for name in VARIANTS}
+
+    def model(self, variant: str) -> nn.Module:
+        return seqkern.models.EncoderDecoder(**SIZES, **WIDTHS, **VARIANTS[variant])
+
+    def twin(self, variant: str) -> nn.Module:
+        return twins.encoder_decoder.EncoderDecoder(**SIZES, **WIDTHS, **VARIANTS[variant])
+
+
+SYSTEM = System()
+
+if __name__ == "__main__":
+    raise SystemExit(runner.main(SYSTEM))
