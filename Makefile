@@ -1,4 +1,5 @@
 # make demo   set everything up, then run the main job (report/index.html)
+# make gallery  set everything up, then train every system of the textbooks (report/gallery/index.html): under 25 minutes
 # make test   set everything up, then run the tests
 # make prove  set everything up for every GPU target, then run the long tests that `make test` need not repeat
 # make bench  set everything up, then time every op against its peers
@@ -20,15 +21,23 @@ TRITON_NEWEST := 3.9.0
 
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: demo test test-slow prove versions matrix bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
+.PHONY: demo gallery data test test-slow prove versions matrix bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
 
 # The demo needs kernels for the GPUs that are here, if any; test, bench and wheel build them all. What the user sets wins.
-demo: export SEQKERN_CUDA_ARCHS ?= present
-demo:
-	$(MAKE) --no-print-directory build
-	$(PY) -m examples.demo
+demo gallery: export SEQKERN_CUDA_ARCHS ?= present
+demo gallery:
+	$(MAKE) --no-print-directory build data
+	$(PY) -m examples.$@
 
-test: build build/triton-$(TRITON_OLDEST)
+# A source distribution whose data its wheel lacks: examples/data/snippets.py reads it.
+SNIPPETS := build/data/vaderSentiment-3.3.2.tar.gz
+
+data: $(SNIPPETS)
+
+$(SNIPPETS): | $(VENV)/.stamp
+	$(PIP) download -q --no-deps --no-build-isolation --no-binary :all: -d $(@D) vaderSentiment==3.3.2
+
+test: build data build/triton-$(TRITON_OLDEST)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: build build/triton-$(TRITON_OLDEST) build/triton-$(TRITON_NEWEST)
@@ -53,7 +62,7 @@ $(VENV)/.stamp: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch numpy setuptools wheel ninja
 	$(BUILD)
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint,triton]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint,triton,data]'
 	touch $@
 
 build: $(VENV)/.stamp

@@ -217,27 +217,11 @@ def recurrent_table(result: dict[str, Any]) -> Table:
     return _with_note(table)
 
 
-def training_table(results: Sequence[dict[str, Any]]) -> Table:
-    columns = ("model", "ops", "held-out bits/byte", "bytes/s", "memory of a step", "seconds")
-    table = Table(*columns, title="Training on real text, the same seed and batches")
-    for result in results:
-        for name, run in result["runs"].items():
-            numbers = (f"{run['held_out'][-1][1]:.3f}", f"{run['bytes_per_second']:,.0f}", megabytes(run["peak_bytes"]))
-            table.add_row(result["model"], name, *numbers, f"{run['seconds']:.1f}{'*' if run['disturbed'] else ''}")
-        table.add_section()
-    return _with_note(table)
-
-
 def _with_note(table: Table) -> Table:
     """What the mark says, where there is one."""
     if any("*" in str(cell) for column in table.columns for cell in column.cells):
         table.caption = f"{table.caption}; {DISTURBED}" if table.caption else DISTURBED
     return table
-
-
-def sample_panel(result: dict[str, Any]) -> Panel:
-    written = Text.assemble((result["sample"]["prompt"], "dim"), result["sample"]["continuation"])
-    return Panel(written, title=f"{result['model']}: held-out text (dim), and how the model goes on")
 
 
 def checks_table(checks: Sequence[dict[str, Any]]) -> Table:

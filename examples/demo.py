@@ -1,8 +1,9 @@
-"""The main job: what this machine runs, whether it is right, what attention costs, and two models that learn.
+"""The main job: what this machine runs, whether it is right, what attention costs, and four systems that learn.
 
 Six parts, each also a program of its own: which kernel runs (python -m seqkern), examples.verification,
-examples.quadratic_cost, examples.recurrent_cost, examples.training, examples.report. Under five minutes on two cores;
-ends with the path of a report that shows everything. Exits with 1 when a check fails.
+examples.quadratic_cost, examples.recurrent_cost, four systems of the gallery (examples.gallery has them all),
+examples.report. Under five minutes on two cores; ends with the path of a report that shows everything. Exits with 1
+when a check fails.
 
     python -m examples.demo --text mybook.txt --out report
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 import seqkern
-from examples import quadratic_cost, recurrent_cost, report, text, training, verification
+from examples import gallery, gpt, quadratic_cost, recurrent_cost, report, runner, text, verification
 from examples.console import (
     checks_table,
     console,
@@ -26,9 +27,8 @@ from examples.console import (
     kernels_table,
     machine_table,
     recurrent_table,
-    sample_panel,
     sweep_table,
-    training_table,
+    systems_table,
     variants_table,
     verification_table,
 )
@@ -37,7 +37,8 @@ from seqkern import _explain, _slices
 # Of the budget, the share that goes to timing attention and LSTM; the other parts do a fixed amount of work.
 COST_SHARE = 0.2
 RECURRENT_SECONDS = 8.0
-QUICK_STEPS, QUICK_LONGEST, QUICK_CASES = 30, 1024, 40
+QUICK_STEPS, QUICK_LONGEST, QUICK_CASES = 20, 1024, 40
+SYSTEMS = ("gpt", "seq2seq", "tree_classifier", "vit")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,13 +75,13 @@ def main(arguments: list[str] | None = None) -> int:
     recurrent = recurrent_cost.run_with_progress(1.0 if options.quick else RECURRENT_SECONDS)
     console.print(recurrent_table(recurrent))
 
-    baselines = text.baselines(corpus)
-    trained = []
-    for model, recipe in training.RECIPES.items():
-        steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
-        chosen = recipe if steps is None else recipe.shortened(steps)
-        trained.append(training.run_with_progress(model, corpus, chosen, sample_length=40 if options.quick else 400))
-    console.print(training_table(trained), *(sample_panel(result) for result in trained))
+    steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
+    chapters = []
+    for name in SYSTEMS:
+        system = gpt.System(corpus) if name == gpt.System.name else runner.load(name)
+        chapters.append(gallery.chapter(system, (0,), steps, variants=False))
+    trained = [record for chapter in chapters for record in chapter["records"]]
+    console.print(systems_table(trained))
 
     checks = all_checks(verified, sweep, cost, trained)
     checks.insert(
@@ -105,19 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
             "random_options": drawn,
             "cost": cost,
             "recurrent": recurrent,
-            "text": {
-                "source": corpus.source,
-                "train": len(corpus.train),
-                "held_out": len(corpus.held_out),
-                "baselines": baselines,
-            },
-            "training": trained,
-            "limits": {
-                "early_steps": training.EARLY_STEPS,
-                "early": training.EARLY_LIMIT,
-                "final_steps": training.FINAL_STEPS,
-                "final": training.FINAL_LIMIT,
-            },
+            "chapters": chapters,
             "checks": checks,
         },
         options.out,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import io
 import json
 import statistics
 import subprocess
@@ -22,16 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import matplotlib
 import torch
-from matplotlib.figure import Figure
 
 import seqkern
-from examples import console, plots, runner
+from examples import console, page, plots, runner
 from seqkern import _explain
 
-TEMPLATES = Path(__file__).parent
 # In the textbooks' order.
 SYSTEMS = (
     "recurrent_lm", "tagger", "classifier", "seq2seq", "gpt", "encoder_decoder", "bert", "char_lm", "word_vectors",
@@ -40,9 +35,8 @@ SYSTEMS = (
 Chapter = dict[str, Any]
 
 
-def chapter(name: str, seeds: Sequence[int], steps: int | None = None, variants: bool = True) -> Chapter:
+def chapter(system: runner.System, seeds: Sequence[int], steps: int | None = None, variants: bool = True) -> Chapter:
     """A system's part of the report: its records, the main variant's first, and what there is to look at."""
-    system = runner.load(name)
     first, *others = system.recipes
     record, exhibits = runner.run(system, first, seeds, twin=True, steps=steps)
     records = [record]
@@ -51,20 +45,20 @@ def chapter(name: str, seeds: Sequence[int], steps: int | None = None, variants:
         records.append(other)
         exhibits += [replace(e, title=f"{e.title}, {variant}") for e in shown] if system.show_all else []
     return {
-        "name": name,
+        "name": system.name,
         "title": system.title,
         "about": system.about,
         "data": system.data,
         "tokens": system.tokens,
         "records": records,
         "exhibits": [drawn(exhibit) for exhibit in exhibits],
-        "curves": svg(plots.curves_figure(record)),
+        "curves": page.svg(plots.curves_figure(record)),
     }
 
 
 def drawn(exhibit: runner.Exhibit) -> dict[str, Any]:
     """Ready for JSON."""
-    figure = None if exhibit.figure is None else svg(exhibit.figure)
+    figure = None if exhibit.figure is None else page.svg(exhibit.figure)
     return {
         "title": exhibit.title,
         "note": exhibit.note,
@@ -72,18 +66,6 @@ def drawn(exhibit: runner.Exhibit) -> dict[str, Any]:
         "table": exhibit.table,
         "text": exhibit.text,
     }
-
-
-def svg(figure: Figure) -> str:
-    """A figure as an element of the page, whose black is the page's ink, in the dark too."""
-    file = io.StringIO()
-    figure.patch.set_alpha(0)
-    for ax in figure.axes:
-        ax.patch.set_alpha(0)
-    with matplotlib.rc_context({"svg.hashsalt": "seqkern", "svg.fonttype": "none"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    text = file.getvalue()
-    return text[text.index("<svg") :].replace("#000000", "currentColor")
 
 
 def summary(chapters: Sequence[Chapter]) -> list[dict[str, Any]]:
@@ -116,33 +98,21 @@ def summary(chapters: Sequence[Chapter]) -> list[dict[str, Any]]:
 
 def commit() -> str:
     """Of this checkout; of a copy without one, unknown."""
-    command = ["git", "-C", str(TEMPLATES.parent), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(page.TEMPLATES.parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def environment() -> jinja2.Environment:
-    made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    for formatter in (console.timed, console.megabytes, console.optional, console.percent, console.by_kernel):
-        made.filters[formatter.__name__] = formatter
-    made.filters |= {"mean": statistics.fmean, "stdev": statistics.stdev, "median": statistics.median}
-    made.globals |= {"no_kernel": console.NO_KERNEL, "libraries": console.LIBRARIES, "metrics": runner.metrics}
-    return made
-
-
 def write(results: dict[str, Any], directory: Path) -> Path:
     """results.json and index.html, which holds everything and needs nothing."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json.dumps(results, indent=1))
-    page = directory / "index.html"
+    path = directory / "index.html"
     rows = summary(results["chapters"])
-    page.write_text(environment().get_template("gallery.html.j2").render(rows=rows, **results), encoding="utf-8")
-    return page
+    path.write_text(page.environment().get_template("gallery.html.j2").render(rows=rows, **results), encoding="utf-8")
+    return path
 
 
 def measured(results: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     begin, chapters = time.perf_counter(), []
     for name in options.only or SYSTEMS:
-        chapters.append(chapter(name, range(options.seeds), options.steps, not options.main_only))
+        chapters.append(chapter(runner.load(name), range(options.seeds), options.steps, not options.main_only))
     checks = [check for found in chapters for record in found["records"] for check in record["checks"]]
     results = {
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -183,13 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "chapters": chapters,
         "checks": checks,
     }
-    page = write(results, options.out)
+    path = write(results, options.out)
     if options.keep:
         options.keep.parent.mkdir(parents=True, exist_ok=True)
         options.keep.write_text(json.dumps(measured(results), indent=1) + "\n")
     console.console.print(console.systems_table([record for found in chapters for record in found["records"]]))
     console.console.print(console.checks_table(checks))
-    console.console.print(f"{results['seconds']:.0f} s. {page.resolve()}", soft_wrap=True, highlight=False)
+    console.console.print(f"{results['seconds']:.0f} s. {path.resolve()}", soft_wrap=True, highlight=False)
     return 0 if all(check["passed"] for check in checks) else 1
 
 

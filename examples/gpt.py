@@ -36,10 +36,11 @@ def bits_per_byte(model: Any, inputs: Tensor, targets: Tensor) -> float:
     return sum(model.loss(x, y).item() * len(x) for x, y in chunks) / len(inputs) / math.log(2)
 
 
-def continued(model: Any, length: int = 160, **options: Any) -> Exhibit:
+def continued(model: Any, corpus: text.Text, **options: Any) -> Exhibit:
     """The first held-out paragraph's beginning, and how the model goes on."""
-    unseen = bytes(corpus().held_out.tolist())
-    start = unseen.find(b"\n\n") + 2
+    unseen = bytes(corpus.held_out.tolist())
+    start = unseen.find(b"\n\n") + 2 if b"\n\n" in unseen[:1000] else 0
+    length = CONTEXT * 5 // 8
     prompt = unseen[start : start + CONTEXT - length]
     found = seqkern.generate(
         model.step, model.start(1, CONTEXT), torch.tensor([list(prompt)]), max_new_tokens=length, seed=0, **options
@@ -62,6 +63,13 @@ class System(runner.System):
     against, margin, target, tolerance = "zlib", 0.3, 2.1, 0.02
     recipes: ClassVar = {name: Recipe(steps=600, learning_rate=4e-3, weight_decay=0.1) for name in VARIANTS}
 
+    def __init__(self, corpus: text.Text | None = None) -> None:
+        self._corpus = corpus
+
+    @property
+    def corpus(self) -> text.Text:
+        return self._corpus or corpus()
+
     def model(self, variant: str) -> nn.Module:
         return seqkern.models.GPT(**SIZES, **VARIANTS[variant])
 
@@ -71,19 +79,19 @@ class System(runner.System):
     def batches(self, variant: str, seed: int) -> Iterator[tuple[Any, ...]]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            yield corpus().batch(generator, ROWS, CONTEXT)
+            yield self.corpus.batch(generator, ROWS, CONTEXT)
 
     def size(self, batch: tuple[Any, ...]) -> int:
         return batch[0].numel()
 
     def evaluate(self, variant: str, model: nn.Module) -> float:
-        return bits_per_byte(model, *corpus().held_out_windows(CONTEXT, HELD_OUT_BYTES // CONTEXT))
+        return bits_per_byte(model, *self.corpus.held_out_windows(CONTEXT, HELD_OUT_BYTES // CONTEXT))
 
     def baselines(self) -> dict[str, float]:
-        return text.baselines(corpus())
+        return text.baselines(self.corpus)
 
     def show(self, variant: str, model: nn.Module) -> list[Exhibit]:
-        return [continued(model, temperature=0.8, top_k=20)]
+        return [continued(model, self.corpus, temperature=0.8, top_k=20)]
 
 
 SYSTEM = System()

@@ -1,4 +1,4 @@
-"""The figures of the report, drawn from its JSON: cost over sequence length, and loss curves."""
+"""The figures of the reports, drawn from their JSON: cost over sequence length, and loss curves."""
 
 from __future__ import annotations
 
@@ -102,46 +102,6 @@ def _quiet(ax: Axes) -> None:
     ax.set_axisbelow(True)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def loss_figure(result: dict[str, Any], baselines: dict[str, float], limits: dict[str, float]) -> Figure:
-    """The loss curves of both versions over each other, and below them how far apart they are at each step."""
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
-    ours, theirs = result["runs"]["seqkern"], result["runs"]["torch"]
-    steps = range(1, len(ours["losses"]) + 1)
-    curves.plot(steps, theirs["losses"], color=TORCH, alpha=0.45, linewidth=3.5, label="torch's ops, training batch")
-    curves.plot(steps, ours["losses"], color=SEQKERN, linewidth=0.9, label="seqkern's ops, training batch")
-    curves.plot(*zip(*theirs["held_out"], strict=True), "o", color=TORCH, markersize=9, label="torch's ops, held-out")
-    curves.plot(*zip(*ours["held_out"], strict=True), "o", color=SEQKERN, markersize=5, label="seqkern's ops, held-out")
-    for name in ("unigram", "zlib", "lzma"):
-        curves.axhline(baselines[name], color=GREY, linewidth=0.8, linestyle=":")
-        curves.annotate(
-            f"{name} {baselines[name]:.2f}", (1, baselines[name]), xycoords=("axes fraction", "data"),
-            xytext=(4, -3), textcoords="offset points", fontsize=8, color=GREY,
-        )  # fmt: skip
-    curves.set_ylim(min(1.5, *ours["losses"], baselines["lzma"]) - 0.1, min(6.5, max(ours["losses"]) + 0.2))
-    curves.set_ylabel("bits per byte")
-    curves.set_title(f"{result['model']}: loss", loc="left")
-    curves.legend(fontsize=8, frameon=False, ncols=2)
-
-    # Where both are equal there is nothing to draw on a logarithmic axis.
-    apart = [abs(a - b) or math.nan for a, b in zip(theirs["losses"], ours["losses"], strict=True)]
-    early = min(int(limits["early_steps"]), len(apart))
-    differences.plot(steps, apart, ".", color="#444444", markersize=3)
-    for first, last, limit in (
-        (1, early, limits["early"]),
-        (max(1, len(apart) + 1 - limits["final_steps"]), len(apart), limits["final"]),
-    ):
-        differences.hlines(limit, first, last, color="#b00020", linewidth=1.6)
-        differences.annotate(f"limit {limit:g}", (last, limit), xytext=(4, -3), textcoords="offset points", fontsize=8)
-    differences.set_yscale("log")
-    differences.set_ylabel("|difference|")
-    differences.set_xlabel("training step")
-    differences.set_title("How far the two versions are apart", loc="left")
-    for ax in (curves, differences):
-        _quiet(ax)
-    return figure
 
 
 def curves_figure(record: dict[str, Any]) -> Figure:

@@ -43,7 +43,7 @@ class System(runner.System):
     metric, higher_is_better = "bits per byte", False
     loss, nats, tokens = "bits per byte", math.log(2), "bytes"
     against, margin, target, tolerance = "zlib", 0.08, 2.1, 0.02
-    recipes: ClassVar = {name: Recipe(steps=300, learning_rate=8e-3, weight_decay=0.1) for name in VARIANTS}
+    recipes: ClassVar = {name: Recipe(steps=240, learning_rate=8e-3, weight_decay=0.1) for name in VARIANTS}
 
     def model(self, variant: str) -> nn.Module:
         return seqkern.models.RecurrentLM(**settings(variant))
@@ -66,7 +66,7 @@ class System(runner.System):
         return text.baselines(corpus())
 
     def show(self, variant: str, model: nn.Module) -> list[Exhibit]:
-        return [continued(model, temperature=0.8, top_k=20)]
+        return [continued(model, corpus(), temperature=0.8, top_k=20)]
 
 
 SYSTEM = System()

@@ -12,13 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import matplotlib
 from matplotlib.figure import Figure
 
-from examples import console, plots
-
-TEMPLATES = Path(__file__).parent
+from examples import gallery, page, plots
 
 
 def write(results: dict[str, Any], directory: Path) -> Path:
@@ -29,24 +26,15 @@ def write(results: dict[str, Any], directory: Path) -> Path:
     if results.get("cost"):
         figures["cost"] = _save(plots.cost_figure(results["cost"]), directory / "cost")
         figures["variants"] = _save(plots.variants_figure(results["cost"]), directory / "variants")
-    for trained in results.get("training", []):
-        figure = plots.loss_figure(trained, results["text"]["baselines"], results["limits"])
-        figures[trained["model"]] = _save(figure, directory / f"loss_{trained['model'].lower()}")
-    page = directory / "index.html"
-    page.write_text(render(results, figures), encoding="utf-8")
-    return page
+    path = directory / "index.html"
+    path.write_text(render(results, figures), encoding="utf-8")
+    return path
 
 
 def render(results: dict[str, Any], figures: dict[str, str]) -> str:
     """The page; `figures` are data URIs by name."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    for formatter in (console.timed, console.megabytes, console.optional, console.percent, console.by_kernel):
-        environment.filters[formatter.__name__] = formatter
-    environment.globals |= {"no_kernel": console.NO_KERNEL, "libraries": console.LIBRARIES}
-    return environment.get_template("report.html.j2").render(figures=figures, **results)
+    rows = gallery.summary(results["chapters"])
+    return page.environment().get_template("report.html.j2").render(figures=figures, rows=rows, **results)
 
 
 def _save(figure: Figure, stem: Path) -> str:

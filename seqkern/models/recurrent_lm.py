@@ -102,11 +102,18 @@ class RecurrentLM(torch.nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.head.linear.weight, self.head.linear.bias)
 
-    def start(self, rows: int, longest: int) -> None:
+    def start(self, rows: int, longest: int) -> Any:
         """The state before the first token: zeros."""
         return None
 
     def step(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
-        """Logits after each token of a chunk, and the state after it."""
-        hidden, state = self(chunk.tokens, state, chunk.lengths)
-        return self.logits(hidden), state
+        """Logits after each token of a chunk, and the state after it, rows first: beam search reorders them."""
+        hidden, state = self(chunk.tokens, _swapped(state), chunk.lengths)
+        return self.logits(hidden), _swapped(state)
+
+
+def _swapped(state: Any) -> Any:
+    """(layers, rows, hidden_size) and (rows, layers, hidden_size), the one from the other."""
+    if isinstance(state, tuple):
+        return tuple(map(_swapped, state))
+    return None if state is None else state.transpose(0, 1)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from examples import quadratic_cost, training
+from examples import gallery, page, plots, quadratic_cost, runner
 from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
 
 
@@ -26,8 +26,46 @@ def synthetic_points() -> list[Point]:
 RATES = {"float32": 1e12, "bfloat16": 4e12}
 
 
-def run_record(losses: list[float], held_out: float) -> dict[str, Any]:
-    return {"losses": losses, "held_out": [(len(losses), held_out)]}
+def trained(metric: float, seconds: float, disturbed: bool = False, apart: float = 0.0) -> dict[str, Any]:
+    """What is kept of one version's training of 120 steps."""
+    losses = [6.0 - 0.01 * step + apart for step in range(120)]
+    return {
+        "losses": losses, "evaluations": [(120, metric)], "metric": metric, "seconds": seconds,
+        "step_seconds": seconds / 120, "disturbed": disturbed,
+    }  # fmt: skip
+
+
+def synthetic_chapter(seeds: int = 2) -> gallery.Chapter:
+    """A system whose second version is 1.25 times as fast, needs less memory, and beats one of two baselines."""
+    found = [
+        {
+            "seed": seed, "tokens": 12000, "speed_ratio": 1.25, "speed_quartiles": (1.2, 1.3), "early": 1e-7,
+            "runs": {
+                "torch": trained(2.5 + seed / 10, 2.5, disturbed=True),
+                "seqkern": trained(2.6 + seed / 10, 2.0, apart=1e-6),
+            },
+        }
+        for seed in range(seeds)
+    ]  # fmt: skip
+    record = {
+        "system": "made_up", "variant": "small", "title": "Made up", "parameters": 1000,
+        "recipe": vars(runner.Recipe(120, 1e-3)), "shortened": False, "metric": "bits per byte",
+        "higher_is_better": False, "against": "zlib", "margin": 0.1, "target": 3.0, "tolerance": 0.2, "loss": "bits",
+        "baselines": {"zlib": 3.2, "lzma": 1.8}, "seeds": found, "checks": [],
+        "peak_bytes": {"torch": 7_000_000, "seqkern": 3_500_000},
+    }  # fmt: skip
+    alone = {"seed": 0, "tokens": 12000, "runs": {"seqkern": trained(2.2, 4.0)}}
+    other = record | {"variant": "large", "parameters": 2000, "seeds": [alone], "peak_bytes": {}}
+    text = [("<script>", "soft"), ("alert & end", "")]
+    shown = [
+        gallery.drawn(runner.Exhibit("Written", "a <note>", text=text)),
+        gallery.drawn(runner.Exhibit("A table", table=[["word", "<b>"], ["x", "y & z"]])),
+        gallery.drawn(runner.Exhibit("A picture", "of it", plots.curves_figure(record))),
+    ]
+    return {
+        "name": "made_up", "title": "Made up", "about": "Nothing.", "data": "none", "tokens": "bytes",
+        "records": [record, other], "exhibits": shown, "curves": page.svg(plots.curves_figure(record)),
+    }  # fmt: skip
 
 
 def distinct() -> Iterator[float]:
@@ -62,19 +100,6 @@ def verified() -> list[dict[str, Any]]:
 
 
 def synthetic_results() -> dict[str, Any]:
-    losses = [6.0 - 0.01 * step for step in range(120)]
-    run = run_record(losses, 2.5) | {"seconds": 1.0, "bytes_per_second": 1e4, "peak_bytes": None, "disturbed": False}
-    other = run_record(losses, 2.6) | {
-        "seconds": 2.0,
-        "bytes_per_second": 5e3,
-        "peak_bytes": 7_000_000,
-        "disturbed": True,
-    }
-    trained = {
-        "model": "transformer", "parameters": 1000, "recipe": vars(training.Recipe(120, 1e-3)), "same_start": True,
-        "runs": {"torch": run, "seqkern": other}, "speed_ratio": 1.0, "agreement": training.agreement(run, run),
-        "sample": {"prompt": "<script>", "continuation": "alert & end"},
-    }  # fmt: skip
     return {
         "created": "2030-01-01", "version": "0", "quick": False, "seconds": 1.0,
         "machine": [("processor", "any")], "kernels": [
@@ -97,8 +122,6 @@ def synthetic_results() -> dict[str, Any]:
             {"layer": "LSTM", "work": "training", "step_seconds": {"seqkern": 6e-5, "torch": 3e-4}, "speed_ratio": 5.0,
              "share_of_gemm": {"seqkern": 0.7, "torch": 0.1}, "disturbed": {"torch": False, "seqkern": False}},
         ]},
-        "text": {"source": "test", "train": 10, "held_out": 1,
-                 "baselines": {"uniform": 8.0, "unigram": 4.7, "zlib": 2.2, "lzma": 1.8}},
-        "training": [trained], "limits": {"early_steps": 100, "early": 1e-3, "final_steps": 50, "final": 0.02},
+        "chapters": [synthetic_chapter()],
         "checks": [{"name": "a check", "found": "fine", "passed": True}],
     }  # fmt: skip

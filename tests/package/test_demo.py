@@ -1,33 +1,29 @@
-"""The examples' own logic: fits, memory measurement, data and loss, the checks, and the whole job."""
+"""The examples' own logic: fits, memory measurement, text, the checks, and the whole job."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from demo_cases import RATES, run_record, synthetic_points
+from demo_cases import RATES, synthetic_points
 from torch.nn import functional as F
 
 from examples import (
     console,
     demo,
-    language_model,
     memory,
     quadratic_cost,
     recurrent_cost,
     text,
     timing,
-    training,
     verification,
 )
 from examples.quadratic_cost import DIRECTIONS, IMPLEMENTATIONS, Point
@@ -309,93 +305,6 @@ def test_a_file_with_too_little_text_is_refused(tmp_path: Path) -> None:
     assert demo.main(["--text", str(path), "--out", str(tmp_path / "report")]) == 2
 
 
-# ---- models and training --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("library", language_model.LIBRARIES)
-def test_bits_per_byte(library: str) -> None:
-    """Of hidden states that are nothing, or the very rows of the matrix, a thousand times."""
-    model = language_model.build("LSTM", library, seed=0)
-    targets = torch.randint(256, (2, 10))
-    for scale, bits in ((0.0, 8.0), (1000.0, 0.0)):
-        with mock.patch.object(model, "hidden", lambda y: model.embedding(y) * scale):  # noqa: B023
-            assert model.bits_per_byte(targets, targets).item() == pytest.approx(bits)
-
-
-@pytest.mark.parametrize("model", language_model.MODELS)
-def test_both_versions_are_the_same_causal_model(model: str) -> None:
-    ours, theirs = (language_model.build(model, library, seed=3) for library in ("seqkern", "torch"))
-    ours.load_state_dict(theirs.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    tokens = torch.randint(256, (2, 40))
-    logits = ours(tokens)
-    assert logits.shape == (2, 40, 256)
-    torch.testing.assert_close(logits, theirs(tokens))
-    losses = [each.bits_per_byte(tokens, tokens.roll(-1, 1)) for each in (ours, theirs)]
-    torch.testing.assert_close(*losses)
-    gradients = [
-        torch.autograd.grad(loss, m.embedding.weight)[0] for loss, m in zip(losses, (ours, theirs), strict=True)
-    ]
-    torch.testing.assert_close(*gradients)
-    changed = tokens.clone()
-    changed[:, 20:] = 0
-    assert torch.equal(ours(changed)[:, :20], logits[:, :20])
-
-
-@pytest.mark.parametrize("model", language_model.MODELS)
-@torch.no_grad()
-def test_what_is_written_is_what_the_whole_model_finds_likeliest(model: str) -> None:
-    ours = language_model.build(model, "seqkern", seed=3)
-    tokens = list(b"a prompt")
-    for _ in range(20):
-        tokens.append(int(ours(torch.tensor([tokens]))[0, -1].argmax()))
-    expected = bytes(tokens[len(b"a prompt") :]).decode(errors="replace")
-    assert language_model.continued(ours, b"a prompt", 20, 28) == expected
-    short = language_model.continued(ours, b"a prompt", 20, 2)
-    assert (short == expected) == (model == "LSTM")  # a transformer looks back as far as it is told
-    drawn = [language_model.continued(ours, b"a prompt", 20, 28, temperature=0.8, seed=seed) for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_learning_rate_warms_up_and_decays() -> None:
-    recipe = training.Recipe(steps=100, learning_rate=1.0, warmup=10, evaluations=4)
-    rates = [recipe.rate(step) for step in range(100)]
-    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3])
-    assert max(rates) == 1.0
-    assert rates[-1] < 0.001
-    assert [step for step in range(100) if recipe.evaluates_after(step)] == [24, 49, 74, 99]
-
-
-def test_training_lowers_the_loss_and_both_versions_agree() -> None:
-    corpus = text.split(text.python_documentation(), "test")
-    recipe = training.Recipe(steps=12, learning_rate=4e-3, rows=4, context=32, warmup=4, evaluations=1)
-    notes: list[str] = []
-    result, _ = training.train("transformer", corpus, recipe, notes.append)
-    assert len(notes) == 12
-    assert result["runs"]["seqkern"]["losses"][-1] < result["runs"]["seqkern"]["losses"][0] - 1
-    assert all(check["passed"] for check in training.checks(result))
-    for run in result["runs"].values():
-        assert run["bytes_per_second"] * run["seconds"] == pytest.approx(12 * 4 * 32)
-    json.dumps(result)
-
-
-@pytest.mark.parametrize(
-    ("losses", "held_out", "verdicts"),
-    [
-        ([3.0] * 200, 2.0, [True, True]),
-        ([3.0] * 50 + [3.002] + [3.0] * 149, 2.0, [False, True]),
-        ([3.0] * 150 + [3.002] + [3.0] * 49, 2.0, [True, True]),
-        ([3.0] * 200, 2.03, [True, False]),
-        ([3.0] * 150 + [3.03] * 50, 2.0, [True, False]),
-        ([3.0] * 50 + [math.nan] * 150, math.nan, [False, False]),
-    ],
-)
-def test_losses_that_drift_apart_fail_the_check(losses: list[float], held_out: float, verdicts: list[bool]) -> None:
-    found = training.agreement(run_record([3.0] * 200, 2.0), run_record(losses, held_out))
-    result = {"model": "m", "agreement": found, "recipe": {"steps": 200}, "same_start": True}
-    assert [check["passed"] for check in training.checks(result)] == [True, *verdicts]
-
-
 # ---- verification, the whole job ------------------------------------------------------------------------------------
 
 
@@ -483,4 +392,4 @@ def test_the_whole_job(tmp_path: Path) -> None:
     assert len(result.stdout.splitlines()) < 240
     results = json.loads((tmp_path / "report" / "results.json").read_text())
     assert all(check["passed"] for check in results["checks"])
-    assert {trained["model"] for trained in results["training"]} == set(training.RECIPES)
+    assert [chapter["name"] for chapter in results["chapters"]] == list(demo.SYSTEMS)

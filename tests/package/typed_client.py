@@ -14,6 +14,7 @@ from typing_extensions import assert_type
 
 import seqkern
 from seqkern.embeddings import FastText, Word2Vec
+from seqkern.models import GPT, RecurrentLM
 from seqkern.nn import AddLayerNorm, AddRMSNorm
 from seqkern.ops.attention_rnn import AttentionRnnOutput, AttentionRnnState
 
@@ -283,7 +284,20 @@ def mistakes(x: Tensor, padding: Tensor) -> None:
     seqkern.explain(x)  # type: ignore[call-overload]
 
 
+def models() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    gpt = seqkern.models.GPT(30, 16, 4, 2, positions="rotary", norm="rms", activation="swiglu", bias=False)
+    assert_type(gpt, GPT)
+    assert_type(gpt.loss(tokens, tokens), Tensor)
+    lstm = RecurrentLM(30, 8, 8, cell="gru", tie_weights=True)
+    assert_type(lstm.loss(tokens, tokens), Tensor)
+    assert_type(seqkern.generate(lstm.step, lstm.start(2, 9), tokens, max_new_tokens=3).tokens, Tensor)
+    GPT(30, 16, 4, 2, positions="none")  # type: ignore[arg-type]
+    RecurrentLM(30, 8, 8, cell="elman")  # type: ignore[arg-type]
+
+
 def main() -> None:
+    models()
     attention(True)
     additive(True)
     decoding()
