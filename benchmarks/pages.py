@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import report
+from benchmarks import report, systems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +26,7 @@ PAGE = ROOT / "benchmarks" / "RESULTS.md"
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "ratios.svg"
 MARKERS = ("<!-- results: python -m benchmarks.report --results -->\n", "<!-- end of results -->\n")
+SYSTEMS = ("<!-- systems: python -m benchmarks.report --results -->\n", "<!-- end of systems -->\n")
 
 # README's columns: a folder of results, and what README calls the machine.
 COLUMNS = {
@@ -158,6 +159,9 @@ def results_page(runs: list[Run], folder: Path = STORED) -> str:
         for op, where in dict.fromkeys((key[0], key[-1]) for key in cases):
             rows = [row(case) for key, case in cases.items() if (key[0], key[-1]) == (op, where)]
             parts.append(f"### {op}, {where}\n\n{markdown(HEAD, rows, left=(0, 1, 2, 4))}")
+    for path in sorted(folder.glob("*/systems.json")):
+        rows = systems.page_rows(json.loads(path.read_text()))
+        parts.append(systems.about(path) + markdown(systems.HEAD, rows, left=(0, 1, 3, 6)))
     parts += [_small_calls(path) for path in sorted(folder.glob("*/small-calls.json"))]
     parts += [_host_time(path) for path in sorted(folder.glob("*/host-time.json"))]
     return "\n".join(parts)
@@ -314,12 +318,18 @@ def two_digits(x: float) -> str:
     return f"{x:.2f}" if x < 0.995 else f"{x:.1f}" if x < 9.95 else f"{x:.0f}"
 
 
-def with_table(text: str, table: str) -> str:
+def systems_table(folder: Path = STORED) -> str:
+    """README's table of trained systems, of the latest run that is stored."""
+    stored = systems.newest(folder)
+    return "" if stored is None else markdown(systems.README_HEAD, systems.readme_rows(stored), left=(0, 1, 4))
+
+
+def with_table(text: str, table: str, markers: tuple[str, str] = MARKERS) -> str:
     """README with another table between its markers."""
-    start, end = map(re.escape, MARKERS)
+    start, end = map(re.escape, markers)
     changed, count = re.subn(f"({start}).*?({end})", lambda m: f"{m[1]}\n{table}\n{m[2]}", text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"README must have the markers {MARKERS} once, found {count} pairs")
+        raise ValueError(f"README must have the markers {markers} once, found {count} pairs")
     return changed
 
 
@@ -389,7 +399,8 @@ def write() -> list[Path]:
     """Writes all three, and says where."""
     runs = load()
     PAGE.write_text(results_page(runs))
-    README.write_text(with_table(README.read_text(), readme_table(runs)))
+    readme = with_table(README.read_text(), readme_table(runs))
+    README.write_text(with_table(readme, systems_table(), SYSTEMS))
     PICTURE.parent.mkdir(exist_ok=True)
     draw(ranges(runs), PICTURE)
     return [PAGE, README, PICTURE]

@@ -1,7 +1,15 @@
-"""`python -m seqkern`: what this machine is, and for every op which kernel runs and why, on the CPU and on a GPU."""
+"""`python -m seqkern`: what this machine is, and for every op which kernel runs and why, on the CPU and on a GPU.
+
+What it prints belongs into a report of a bug.
+"""
 
 import argparse
+import contextlib
+import importlib.metadata
+import os
+import platform
 import textwrap
+from pathlib import Path
 
 import torch
 
@@ -14,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m seqkern", description=__doc__)
     parser.add_argument("--version", action="version", version=f"seqkern {seqkern.__version__}")
     parser.parse_args()
-    rows = describe_machine()
+    rows = describe_machine() + _surroundings()
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
@@ -26,6 +34,17 @@ def main() -> None:
         if others := [choice for choice in bfloat16 if choice not in float32]:
             print(f"\n{device} tensors, bfloat16, where another kernel runs:")
             _print_groups(others)
+
+
+def _surroundings() -> list[tuple[str, str]]:
+    """What else a report of a bug needs: system, place of the library, packages beside it, variables that are set."""
+    found = [("system", platform.platform()), ("installed in", str(Path(seqkern.__file__).parent))]
+    for package in ("transformers", "kernels", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append((package, importlib.metadata.version(package)))
+    names = sorted(name for name in os.environ if name.startswith(("SEQKERN_", "OMP_", "TRITON_", "CUDA_VISIBLE")))
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return [*found, ("set", variables or "no variable of seqkern's")]
 
 
 def _choice(op: str, dtype: torch.dtype, device: str) -> Choice:

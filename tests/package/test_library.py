@@ -6,6 +6,7 @@ import doctest
 import importlib
 import os
 import pkgutil
+import platform
 import re
 import subprocess
 import sys
@@ -467,9 +468,13 @@ def test_choices_for_the_same_reason_are_told_together():
 
 
 def test_command_line_names_every_op():
+    environment = os.environ | {"SEQKERN_CACHE_MB": "77"}
     output = subprocess.run(
-        [sys.executable, "-m", "seqkern"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "seqkern"], cwd=ROOT, capture_output=True, text=True, check=True, env=environment
     ).stdout
+    assert re.search(r"^set +.*SEQKERN_CACHE_MB=77", output, re.MULTILINE)
+    assert str(Path(seqkern.__file__).parent) in output
+    assert platform.platform() in output
     float32, _, bfloat16 = output.partition("cpu tensors, bfloat16, where another kernel runs:\n")
 
     def groups(section: str) -> list[tuple[str, list[str]]]:
