@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import systems
 from examples import gallery, runner
 
 
@@ -162,6 +164,15 @@ def test_the_gallery_keeps_the_numbers_and_draws_itself_again(tmp_path: Path, mo
     assert [record["variant"] for record in system["records"]] == ["main", "other"]
     assert "losses" not in system["records"][0]["seeds"][0]["runs"]["torch"]
     assert system["records"][0]["peak_bytes"] == {"torch": 7, "seqkern": 7}
+    (row,), rows = systems.readme_rows(numbers), systems.page_rows(numbers)
+    record = system["records"][0]
+    errors = [[seed["runs"][library]["metric"] for seed in record["seeds"]] for library in ("seqkern", "torch")]
+    expected = [f"{statistics.fmean(found):.4g} ± {statistics.stdev(found):.2g}" for found in errors]
+    ratio = statistics.median(seed["speed_ratio"] for seed in record["seeds"])
+    assert row[:5] == ["[Made up](examples/made_up.py)", "error", *expected, "**0, oracle**"]
+    assert row[5:] == [f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}**", "100%"]
+    assert (rows[0][1], *rows[0][4:6]) == ("main", *expected)
+    assert rows[1][5:] == ["-", "zero 1; oracle 0", "-", "-", "-"]
     page.unlink()
     assert gallery.main(["--redraw", "--out", str(page.parent)]) == 0
     assert page.read_text() == source
