@@ -3,6 +3,28 @@
 torch.nn's own Transformer layers are not used: in evaluation they take another path, whose results differ.
 """
 
-from examples.twins import bert, classifier, encoder_decoder, gpt, layers, recurrent_lm, seq2seq, tagger
+from examples.twins import (
+    bert,
+    char_lm,
+    classifier,
+    encoder_decoder,
+    gpt,
+    layers,
+    recurrent_lm,
+    seq2seq,
+    skip_gram,
+    tagger,
+)
 
-__all__ = ["bert", "classifier", "encoder_decoder", "gpt", "layers", "recurrent_lm", "seq2seq", "tagger"]
+__all__ = [
+    "bert",
+    "char_lm",
+    "classifier",
+    "encoder_decoder",
+    "gpt",
+    "layers",
+    "recurrent_lm",
+    "seq2seq",
+    "skip_gram",
+    "tagger",
+]

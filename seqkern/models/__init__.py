@@ -5,19 +5,29 @@ Each file is one system. Every model has `loss(...)`, which trains it; those tha
 """
 
 from seqkern.models.bert import BERT, BERTClassifier, MaskedLM, mask_tokens
+from seqkern.models.char_lm import CharAwareLM
+from seqkern.models.classifier import CNNClassifier, RNNClassifier, TransformerClassifier
 from seqkern.models.encoder_decoder import EncoderDecoder
 from seqkern.models.gpt import GPT, GPTBlock
 from seqkern.models.recurrent_lm import RecurrentLM
 from seqkern.models.seq2seq import RNNEncoderDecoder
+from seqkern.models.skip_gram import SkipGram
+from seqkern.models.tagger import Tagger
 
 __all__ = [
     "BERT",
     "GPT",
     "BERTClassifier",
+    "CNNClassifier",
+    "CharAwareLM",
     "EncoderDecoder",
     "GPTBlock",
     "MaskedLM",
+    "RNNClassifier",
     "RNNEncoderDecoder",
     "RecurrentLM",
+    "SkipGram",
+    "Tagger",
+    "TransformerClassifier",
     "mask_tokens",
 ]
