@@ -1,0 +1,151 @@
+"""Sequence labelling: what each identifier of a line of Python is for.
+
+python -m examples.tagger --twin               a bidirectional LSTM
+python -m examples.tagger --variant rnn        one that reads from left to right; --all: every one
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import seqkern
+from examples import runner, twins
+from examples.data import identifiers, shuffled
+from examples.data.identifiers import IGNORED, NAME, ROLES
+from examples.runner import Exhibit, Recipe
+
+ROWS = 64
+NAME_DROPOUT = 0.2  # of identifiers become "<name>", in training, as every third of unseen files is
+TRANSFORMER = {"embedding_dim": 64, "hidden_size": 128, "encoder": "transformer", "num_layers": 2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "birnn": {"embedding_dim": 64, "hidden_size": 64},
+    "rnn": {"embedding_dim": 64, "hidden_size": 128, "encoder": "rnn"},
+    "transformer": TRANSFORMER,
+    "sinusoidal": TRANSFORMER | {"positions": "sinusoidal"},
+}
+
+data = runner.cached(identifiers.load)
+
+
+def predictions(model: Any, part: identifiers.Part) -> Tensor:
+    """The most probable role of every token, (N, T). Lines of about one length are computed together."""
+    found = torch.zeros_like(part.roles)
+    for rows in part.lengths.argsort(stable=True).split(128):
+        tokens, _, lengths = part[rows]
+        found[rows, : tokens.shape[1]] = model.logits(model(tokens, lengths)).argmax(-1)
+    return found
+
+
+def percent(guessed: Tensor, roles: Tensor) -> float:
+    """Of identifiers, how many are right."""
+    counted = roles != IGNORED
+    return 100 * (guessed == roles)[counted].double().mean().item()
+
+
+def marked(part: identifiers.Part, guessed: Tensor, count: int = 8) -> Exhibit:
+    """Held-out lines: half with every kind of role, half with a mistake, each identifier with the guess."""
+    wrong = ((guessed != part.roles) & (part.roles != IGNORED)).any(1)
+    fits = part.lengths <= 22
+    kinds = torch.tensor([len({*line.roles} - {IGNORED}) for line in part.lines])
+    rich = (kinds * (fits & ~wrong)).argsort(descending=True, stable=True)[: count // 2]
+    chosen = [*rich.tolist(), *(wrong & fits).nonzero()[: count // 2, 0].tolist()]
+    pieces: list[tuple[str, str]] = []
+    for row in chosen:
+        line = part.lines[row]
+        pieces.append((f"{line.file}: ", "soft"))
+        for token, role, guess in zip(line.tokens, line.roles, guessed[row].tolist(), strict=False):
+            pieces.append((f"{token} ", ""))
+            if role != IGNORED:
+                said = ROLES[guess] if guess == role else f"{ROLES[guess]}, not {ROLES[role]}"
+                pieces[-1:] = [(token, "good" if guess == role else "bad"), (f"[{said}] ", "soft")]
+        pieces.append(("\n", ""))
+    note = "Identifiers with the role that the model gives them, green if right; the last lines have mistakes"
+    return Exhibit("Lines of files it never saw", note, text=pieces)
+
+
+def confusion(part: identifiers.Part, guessed: Tensor) -> Exhibit:
+    """How often each role is taken for each."""
+    counted = part.roles != IGNORED
+    pairs = part.roles[counted] * len(ROLES) + guessed[counted]
+    counts = torch.bincount(pairs, minlength=len(ROLES) ** 2).view(len(ROLES), -1)
+    rows = [
+        [role, *(str(n) for n in row), f"{100 * row[number] / max(1, sum(row)):.1f}"]
+        for number, (role, row) in enumerate(zip(ROLES, counts.tolist(), strict=True))
+    ]
+    note = "Identifiers of held-out files: a row for each true role, a column for each guess"
+    return Exhibit("Which roles are mistaken", note, table=[["", *ROLES, "right, %"], *rows])
+
+
+class System(runner.System):
+    name = "tagger"
+    title = "Roles of identifiers"
+    about = (
+        "Sequence labelling (Jurafsky and Martin, sections 9.4 and 9.5): a tag for every word, from a bidirectional "
+        "LSTM, an LSTM that sees only what comes before, or a Transformer's encoder. A name's role often shows to its "
+        "right: in total = 0, in f(total=0)."
+    )
+    data = (
+        "the standard library of this Python, its top-level modules, distinct logical lines with the roles that ast "
+        "gives; PSF licence; a tenth of the files is held out"
+    )
+    metric, higher_is_better = "accuracy, %", True
+    loss, tokens = "nats", "tokens"
+    against, margin, target, tolerance = "most frequent role of the token", 10.0, 97.0, 0.5
+    recipes: ClassVar = {
+        name: Recipe(steps=600, learning_rate=3e-3 if "encoder" in chosen and chosen["encoder"] != "rnn" else 5e-3)
+        for name, chosen in VARIANTS.items()
+    }
+
+    def model(self, variant: str) -> nn.Module:
+        return seqkern.models.Tagger(len(data().vocabulary), len(ROLES), **VARIANTS[variant])
+
+    def twin(self, variant: str) -> nn.Module:
+        return twins.tagger.Tagger(len(data().vocabulary), len(ROLES), **VARIANTS[variant])
+
+    def batches(self, variant: str, seed: int) -> Iterator[tuple[Any, ...]]:
+        generator = torch.Generator().manual_seed(seed)
+        for rows in shuffled(data().train.lengths, ROWS, seed):
+            tokens, roles, lengths = data().train[rows]
+            dropped = (torch.rand(tokens.shape, generator=generator) < NAME_DROPOUT) & (roles != IGNORED)
+            yield tokens.masked_fill(dropped, NAME), roles, lengths
+
+    def size(self, batch: tuple[Any, ...]) -> int:
+        return int(batch[2].sum())
+
+    def evaluate(self, variant: str, model: nn.Module) -> float:
+        part = data().held_out
+        return percent(predictions(model, part), part.roles)
+
+    def baselines(self) -> dict[str, float]:
+        held_out = data().held_out
+        every: Counter[int] = Counter()
+        of_token: dict[str, Counter[int]] = {}
+        for line in data().train.lines:
+            for token, role in zip(line.tokens, line.roles, strict=True):
+                if role != IGNORED:
+                    every[role] += 1
+                    of_token.setdefault(token, Counter())[role] += 1
+        majority = every.most_common(1)[0][0]
+        best = {token: counts.most_common(1)[0][0] for token, counts in of_token.items()}
+        tokens = [(t, role) for line in held_out.lines for t, role in zip(line.tokens, line.roles, strict=True)]
+        roles = torch.tensor([role for _, role in tokens])
+        return {
+            "majority": percent(torch.full_like(roles, majority), roles),
+            self.against: percent(torch.tensor([best.get(token, majority) for token, _ in tokens]), roles),
+        }
+
+    def show(self, variant: str, model: nn.Module) -> list[Exhibit]:
+        part = data().held_out
+        guessed = predictions(model, part)
+        return [marked(part, guessed), confusion(part, guessed)]
+
+
+SYSTEM = System()
+
+if __name__ == "__main__":
+    raise SystemExit(runner.main(SYSTEM))
