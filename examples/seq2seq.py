@@ -91,7 +91,7 @@ def picture(model: Any, words: Words) -> Figure:
     shades = LinearSegmentedColormap.from_list("shades", [to_rgba(plots.SEQKERN, 0), to_rgba(plots.SEQKERN, 1)])
     axes = figure.subplots(len(words), squeeze=False)[:, 0]
     for ax, word, phones, weights in zip(axes, words.words, found, alignment(model, words, found), strict=True):
-        ax.imshow(weights[: max(1, len(phones)), : len(word)], cmap=shades, vmin=0, vmax=1, aspect="auto")
+        ax.imshow(weights[: max(1, len(phones)), : len(word)].numpy(), cmap=shades, vmin=0, vmax=1, aspect="auto")
         ax.set_xticks(range(len(word)), list(word), fontsize=14)
         ax.set_yticks(range(len(phones)), [dictionary().vocabulary[phone] for phone in phones], fontsize=12)
         ax.set_xlabel("letters", fontsize=12)
@@ -111,7 +111,7 @@ def exhibits(model: Any) -> list[Exhibit]:
     for name, found in (("greedy", greedy), (f"beam search, {BEAMS} beams", wide)):
         numbers.append([name, *(f"{value:.1f}" for value in errors(found, words))])
     shown = [["word", "dictionary", "model", ""]]
-    for row in range(0, len(words), len(words) // 14):
+    for row in range(0, len(words), max(1, len(words) // 14)):
         right = tuple(greedy[row]) in words.readings[row]
         said = dictionary().spoken(greedy[row])
         shown.append(

@@ -44,7 +44,10 @@ class Words:
 
     def chosen(self, rows: Sequence[int]) -> Words:
         """Some of the words."""
-        index, (words, readings) = torch.tensor(rows), ([each[i] for i in rows] for each in (self.words, self.readings))
+        index, (words, readings) = (
+            torch.tensor([*rows]),
+            ([each[i] for i in rows] for each in (self.words, self.readings)),
+        )
         tables = (self.letters, self.letter_lengths, self.phones, self.phone_lengths)
         return Words(words, readings, *(t[index] for t in tables))
 

@@ -45,7 +45,7 @@ class EncoderDecoder(torch.nn.Module):
     `step`: for `seqkern.generate`, with caches of keys and values. `translate`: the outputs.
 
     Raises:
-        ValueError: what the modules raise; an odd d_model.
+        ValueError: an odd d_model, or one that is no multiple of nhead; what the modules raise.
 
     Source: Vaswani et al. 2017; norm_first: Xiong et al. 2020; tied weights: Press and Wolf 2017. Jurafsky and Martin,
     equations 9.31 to 9.42.
@@ -78,6 +78,8 @@ class EncoderDecoder(torch.nn.Module):
     ) -> None:
         if d_model % 2:
             raise ValueError(f"EncoderDecoder: d_model must be even, for sinusoidal positions, got {d_model}")
+        if nhead < 1 or d_model % nhead:
+            raise ValueError(f"EncoderDecoder: nhead must divide d_model, {d_model}, got {nhead}")
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         options: Any = factory | {"dropout": dropout, "batch_first": True, "norm_first": norm_first}
