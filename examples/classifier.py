@@ -66,6 +66,11 @@ def percent(right: Tensor) -> float:
     return 100 * right.double().mean().item()
 
 
+def spread(part: snippets.Part, count: int) -> range:
+    """Numbers of snippets at equal distances: the file has those that praise first."""
+    return range(0, len(part), -(-len(part) // count))
+
+
 def winners(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every filter of a CNN, for one snippet (T,): its maximum, where that window starts, and its width."""
     x = model.embedding(tokens).T
@@ -79,11 +84,12 @@ def winners(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def judged(part: snippets.Part, positive: Tensor) -> Exhibit:
-    """The first held-out snippets: green where the sign is right."""
+    """Snippets from all over the held-out part: green where the sign is right."""
     pieces: list[tuple[str, str]] = []
-    for words, rating, p in list(zip(part.words, part.ratings.tolist(), positive.tolist(), strict=True))[:SHOWN]:
+    for number in spread(part, SHOWN):
+        p, rating = positive[number].item(), part.ratings[number].item()
         pieces.append((f"{p:4.0%} ", "good" if (p > 0.5) == (rating > 0) else "bad"))
-        pieces += [(" ".join(words), ""), (f"  people: {rating:+.1f}\n", "soft")]
+        pieces += [(" ".join(part.words[number]), ""), (f"  people: {rating:+.1f}\n", "soft")]
     return Exhibit(
         "Held-out snippets", "P(praise), green if right, and the mean of twenty people from -4 to 4", text=pieces
     )
@@ -110,7 +116,7 @@ def evidence(model: Any, part: snippets.Part, strongest: int = 5) -> Exhibit:
     """Held-out snippets with the windows of the filters that move the decision most."""
     weight = model.head.linear.weight[1] - model.head.linear.weight[0]
     pieces: list[tuple[str, str]] = []
-    for number in range(SHOWN // 2):
+    for number in spread(part, SHOWN // 2):
         tokens = part.tokens[number, : part.lengths[number]]
         values, starts, widths = winners(model, tokens)
         moved, votes = values * weight, torch.zeros(len(tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ class CNNClassifier(SequenceClassifier):
         x = self.dropout(self.embedding(tokens))
         x = x.masked_fill(~valid(lengths, x.shape[1]), 0.0).transpose(1, 2)
         maxima = []
+        convolution: Any
         for convolution in self.convolutions:
             width = convolution.kernel_size[0]
             y = F.relu(convolution(F.pad(x, (0, max(0, width - x.shape[2])))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 from examples.twins.layers import EncoderLayer, padding_mask, ragged, sinusoidal
 from examples.twins.recurrent_lm import Head
 
-CELLS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+CELLS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 
 class Encoder(nn.Module):
@@ -17,11 +19,10 @@ class Encoder(nn.Module):
 
     def __init__(self, d_model: int, nhead: int, num_layers: int, dim_feedforward: int, rotary: bool = False):
         super().__init__()
-        self.layers = nn.ModuleList(
-            EncoderLayer(d_model, nhead, dim_feedforward, "gelu", norm_first=True) for _ in range(num_layers)
-        )
-        for layer in self.layers:
+        layers = [EncoderLayer(d_model, nhead, dim_feedforward, "gelu", norm_first=True) for _ in range(num_layers)]
+        for layer in layers:
             layer.self_attn.rotary = rotary
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(d_model)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:

@@ -156,10 +156,8 @@ class CNNClassifier(SequenceClassifier):
 
     def pooled(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
         x = self.dropout(self.embedding(tokens))
-        maxima = [
-            seqkern.conv1d_max(x, c.weight.transpose(1, 2), c.bias, "relu", lengths)  # type: ignore[operator,union-attr,arg-type]
-            for c in self.convolutions
-        ]
+        layers: Any = self.convolutions
+        maxima = [seqkern.conv1d_max(x, c.weight.transpose(1, 2), c.bias, "relu", lengths) for c in layers]
         return torch.cat(maxima, 1)
 
 

@@ -160,6 +160,15 @@ def test_identifiers():
         assert (shares > 0.01).all()
 
 
+def test_baselines():
+    """Each knows more than the one before."""
+    found = list(tagger.SYSTEM.baselines().values())
+    assert 45 < found[0] < found[1] < found[2] < 95
+    line = next(identifiers.lines("file.py", "a = b"))
+    part = identifiers.Part(torch.empty(0), torch.empty(0), torch.empty(0), [line])
+    assert list(tagger.occurrences(part)) == [("a", ("", "="), ROLES.index("store")), ("b", ("=", ""), 0)]
+
+
 def test_a_broken_library_is_refused(monkeypatch):
     monkeypatch.setattr(identifiers, "read", lambda: [("file.py", SOURCE)])
     with pytest.raises(ValueError, match="standard library"):
