@@ -15,7 +15,13 @@ from examples import runner, twins
 from examples.runner import Recipe
 from examples.seq2seq import SIZES, Pronouncing
 
-WIDTHS = {"d_model": 128, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": 256}
+WIDTHS: dict[str, Any] = {
+    "d_model": 128,
+    "nhead": 4,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "dim_feedforward": 256,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "pre-norm": {"norm_first": True},
     "post-norm": {"tie_weights": True},
@@ -34,10 +40,10 @@ class System(Pronouncing):
     recipes: ClassVar = {name: Recipe(steps=900, learning_rate=3e-3) for name in VARIANTS}
 
     def model(self, variant: str) -> nn.Module:
-        return seqkern.models.EncoderDecoder(**SIZES, **WIDTHS, **VARIANTS[variant])
+        return seqkern.models.EncoderDecoder(**SIZES, **WIDTHS, **LAYERS, **VARIANTS[variant])
 
     def twin(self, variant: str) -> nn.Module:
-        return twins.encoder_decoder.EncoderDecoder(**SIZES, **WIDTHS, **VARIANTS[variant])
+        return twins.encoder_decoder.EncoderDecoder(**SIZES, **WIDTHS, **LAYERS, **VARIANTS[variant])
 
 
 SYSTEM = System()

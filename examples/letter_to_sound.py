@@ -41,7 +41,7 @@ def errors(found: Sequence[Reading], words: Words) -> tuple[float, float]:
 
 def nearest(train: Words, words: Words) -> list[Reading]:
     """The reading of the training word with the fewest edits; of several the first in the alphabet."""
-    letters, found = train.letters.T.contiguous(), []
+    letters, found = train.letters.T.contiguous(), list[Reading]()
     rows, lengths = torch.arange(len(train)), train.letter_lengths
     for word in words.words:
         near = (lengths - len(word)).abs() <= 2  # others are nearer than that only where nothing is near

@@ -24,8 +24,8 @@ from examples.runner import Exhibit, Recipe
 ROWS, POOL = 64, 50  # words of a batch; batches that are cut from words in the order of their lengths
 LONGEST = 20  # phones of an output at most
 BEAMS = 5
-SIZES = {"source_vocab": len(LETTERS), "target_vocab": cmudict.PHONES + 2}
-WIDTHS = {"embedding_dim": 96, "hidden_size": 192}
+SIZES: dict[str, Any] = {"source_vocab": len(LETTERS), "target_vocab": cmudict.PHONES + 2}
+WIDTHS: dict[str, Any] = {"embedding_dim": 96, "hidden_size": 192}
 LUONG: dict[str, Any] = {"order": "luong", "cell": "lstm"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "additive": {},

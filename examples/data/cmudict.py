@@ -44,12 +44,9 @@ class Words:
 
     def chosen(self, rows: Sequence[int]) -> Words:
         """Some of the words."""
-        index, (words, readings) = (
-            torch.tensor([*rows]),
-            ([each[i] for i in rows] for each in (self.words, self.readings)),
-        )
         tables = (self.letters, self.letter_lengths, self.phones, self.phone_lengths)
-        return Words(words, readings, *(t[index] for t in tables))
+        chosen = (t[torch.tensor([*rows])] for t in tables)
+        return Words([self.words[i] for i in rows], [self.readings[i] for i in rows], *chosen)
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(source, source_lengths, target_in, target_out) of some words, int64; target_out is -100 beyond a word."""

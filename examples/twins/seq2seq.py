@@ -99,7 +99,7 @@ class RNNEncoderDecoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Greedily."""
         state, feed, *read = self.encode(source, source_lengths)
-        token, tokens = source.new_full((len(source),), begin), []
+        token, tokens = source.new_full((len(source),), begin), list[Tensor]()
         done = torch.zeros_like(token, dtype=torch.bool)
         while len(tokens) < max_new_tokens and not done.all():
             hidden, state, feed, _ = self.decoder.step(self.target_embedding(token), state, feed, *read)

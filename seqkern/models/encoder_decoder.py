@@ -129,7 +129,7 @@ class EncoderDecoder(torch.nn.Module):
     def weights(
         self, source: Tensor, source_lengths: Tensor, target_in: Tensor, layer: int = -1, rows: Tensor | None = None
     ) -> Tensor:
-        attention: Any = self.decoder.layers[layer].multihead_attn  # type: ignore[union-attr]
+        attention: Any = self.decoder.layers[layer].multihead_attn
         query: list[Tensor] = []
         hook = attention.register_forward_pre_hook(lambda module, given: query.append(given[0]))
         try:
