@@ -11,6 +11,7 @@ import seqkern  # noqa: E402
 project, version = "seqkern", seqkern.__version__
 release = version
 language = "en"
+smartquotes = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "extension"]
 
 # Pages are Markdown as GitHub shows it: links to headings are made as GitHub makes them.
@@ -25,6 +26,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 add_module_names = True

@@ -132,7 +132,7 @@ class CostTable(Table):
             found = cost(**sizes, dtype=torch.float32, **options)
             rows.append([title, f"`{flops}`", f"{found.flops:,}", f"`{traffic}`", f"{found.bytes:,}"])
         given = ", ".join(f"{name} = {number:,}" for name, number in sizes.items())
-        text = f"`seqkern.ops.{self.arguments[0]}.cost`. `size`: bytes of an element. The numbers are for float32, {given}.\n\n"
+        text = f"`seqkern.ops.{self.arguments[0]}.cost`, `size` bytes an element. In numbers for float32, {given}.\n\n"
         return text + pages.markdown(("call", "FLOP", "", "bytes, at least", ""), rows, left=(0, 1, 3))
 
     @staticmethod
@@ -170,8 +170,8 @@ class Errors(Table):
             for dtype in (torch.float32, torch.bfloat16):
                 rows.append([f"`{name}`", str(dtype).removeprefix("torch."), *_worst(name, dtype)])
         text = (
-            f"Measured when this page was built, in the CPU tier `{_library.cpu_isa()}`: of all outputs and gradients of "
-            "a case of `seqkern.testing.verify` the one that is nearest to its bound.\n\n"
+            f"Measured when this page was built, in the CPU tier `{_library.cpu_isa()}`: of all outputs and gradients "
+            "of a case of `seqkern.testing.verify` the one that is nearest to its bound.\n\n"
         )
         head = ("case", "dtype", "tensor", "largest error", "torch's", "bound", "error / bound")
         return text + pages.markdown(head, rows, left=(0, 1, 2))
@@ -285,13 +285,30 @@ def relinked(text: str, origin: str, here: str, docname: str) -> str:
 
 
 def as_written(app: Sphinx, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text with `code` and **bold**: what else reStructuredText reads into * and | is escaped."""
-    example = False
-    for i, line in enumerate(lines):
-        example = (example and bool(line.strip())) or line.lstrip().startswith(">>> ")
-        if not example:
+    """Docstrings are plain text with `code` and **bold**: what else reStructuredText reads into * and | is escaped.
+
+    Examples and blocks after :: stay. Names of arguments that take two lines become one, for napoleon.
+    """
+    found: list[str] = []
+    example, block = False, -1  # within lines of >>>; indentation of the line before a block
+    for line in lines:
+        text = line.strip()
+        indent = len(line) - len(line.lstrip())
+        example = bool(text) and (example or text.startswith(">>> "))
+        if text and indent <= block:
+            block = -1
+        if not example and block < 0:
             parts = re.split(r"(`[^`]*`|\*\*\w[^*]*\*\*)", line)
-            lines[i] = "".join(p if j % 2 else re.sub(r"([*|])", r"\\\1", p) for j, p in enumerate(parts))
+            line = "".join(part if i % 2 else re.sub(r"([*|])", r"\\\1", part) for i, part in enumerate(parts))
+            if found and found[-1].strip() == "Raises:" and ": " not in text and indent == 4:  # "As `lstm`."
+                found[-1] = f"Raises: {text[:1].lower()}{text[1:]}"
+                continue
+            if found and re.fullmatch(r"    (\w+, )*\w+,", found[-1]) and indent == 8:
+                found[-1] += f" {text}"
+                continue
+            block = indent if text.endswith("::") else -1
+        found.append(line)
+    lines[:] = found
 
 
 def _one_signature() -> None:

@@ -16,7 +16,12 @@ from benchmarks import pages
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md", "docs/numerics.md")
+NAMES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+)
 DOCUMENTS = {name: (ROOT / name).read_text() for name in NAMES}
 README = DOCUMENTS["README.md"]
 PAGE = pages.PAGE.read_text()
