@@ -15,7 +15,7 @@ smartquotes = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "extension"]
 
 # Pages are Markdown as GitHub shows it: links to headings are made as GitHub makes them.
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
 # Docstrings: single backticks are code, sections are Google's, types stand in the signatures.

@@ -102,7 +102,7 @@ class Names(Table):
 def _summary(member: Any) -> str:
     """For a table; of a thing without a docstring of its own nothing."""
     text = (inspect.getdoc(member) or "") if callable(member) or inspect.ismodule(member) else ""
-    first = re.split(r"(?<=[.:])\s|\n\n", text.replace("|", "\\|"))[0].replace("\n", " ")
+    first = re.split(r"(?<=\.)\s|\n\n", text.replace("|", "\\|"))[0].replace("\n", " ")
     return first.rstrip(":.") + "." if first else ""
 
 
@@ -189,7 +189,7 @@ def _worst(name: str, dtype: torch.dtype) -> tuple[str, ...]:
     if not worst.passed:
         raise ValueError(f"the error rule is broken: {worst}")
     told = worst.name.removeprefix(name).strip() or "output"
-    figures = (f"{x:.2g}" for x in (worst.error, worst.torch_error, worst.bound))
+    figures = (f"{x:.3g}" for x in (worst.error, worst.torch_error, worst.bound))
     return told, *figures, f"{worst.share_of_bound:.2f}"
 
 
@@ -255,10 +255,17 @@ def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
 
     def included(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
-        return relinked((ROOT / path).read_text(), path, here, docname)
+        text = relinked((ROOT / path).read_text(), path, here, docname)
+        return _one_level_down(text) if source[0].startswith("# ") else text
 
     text = INCLUDED.sub(included, source[0])
     source[0] = relinked(text, here, here, docname) if text == source[0] else text
+
+
+def _one_level_down(text: str) -> str:
+    """Its headings under those of a page that has a title of its own."""
+    parts = CODE.split(text)
+    return "".join(part if i % 2 else re.sub(r"^#", "##", part, flags=re.MULTILINE) for i, part in enumerate(parts))
 
 
 def relinked(text: str, origin: str, here: str, docname: str) -> str:
