@@ -67,6 +67,8 @@ def test_no_page_is_left_out(manual: Path) -> None:
     pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
     assert len(pages) > 25
     assert not [page for page in pages if not (manual / page).exists()]
+    index = (DOCS / "index.md").read_text()
+    assert not [path.name for path in (DOCS / "ops").glob("*.md") if f"](ops/{path.name})" not in index]
 
 
 def test_every_public_name_is_documented(manual: Path) -> None:
