@@ -294,7 +294,8 @@ def relinked(text: str, origin: str, here: str, docname: str) -> str:
 def as_written(app: Sphinx, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are plain text with `code` and **bold**: what else reStructuredText reads into * and | is escaped.
 
-    Examples and blocks after :: stay. Names of arguments that take two lines become one, for napoleon.
+    Examples stay, and indented equations, which become literal blocks. Names of arguments that take two lines become
+    one, for napoleon.
     """
     found: list[str] = []
     example, block = False, -1  # within lines of >>>; indentation of the line before a block
@@ -304,6 +305,10 @@ def as_written(app: Sphinx, what: str, name: str, member: Any, options: Any, lin
         example = bool(text) and (example or text.startswith(">>> "))
         if text and indent <= block:
             block = -1
+        below = [told for told in found if told.strip()][-1:]  # the last line with text
+        if text and block < 0 and indent and below and below[0][0] != " " and found[-1] == "" and not example:
+            found += ["::", ""] if not below[0].endswith("::") else []
+            block = 0
         if not example and block < 0:
             parts = re.split(r"(`[^`]*`|\*\*\w[^*]*\*\*)", line)
             line = "".join(part if i % 2 else re.sub(r"([*|])", r"\\\1", part) for i, part in enumerate(parts))

@@ -21,7 +21,9 @@ DOCS = ROOT / "docs"
 pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
 
 # Modules whose `__all__` the manual documents; and what it documents of others.
-MODULES = ("seqkern", "seqkern.nn", "seqkern.embeddings", "seqkern.distributed", "seqkern.testing", "seqkern.reference")
+MODULES = tuple(
+    f"seqkern{name}" for name in ("", ".nn", ".models", ".embeddings", ".distributed", ".testing", ".reference")
+)
 OTHERS = {
     "seqkern.generation.Chunk",
     "seqkern.generation.Generated",
