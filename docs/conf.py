@@ -11,7 +11,7 @@ import seqkern  # noqa: E402
 project, version = "seqkern", seqkern.__version__
 release = version
 language = "en"
-smartquotes = False
+smartquotes_action = "D"  # dashes; quotes stay as they are written
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "extension"]
 
 # Pages are Markdown as GitHub shows it: links to headings are made as GitHub makes them.

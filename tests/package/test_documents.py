@@ -263,7 +263,17 @@ def test_links_lead_somewhere(name: str) -> None:
 def test_every_public_op_stands_in_readmes_support_matrix() -> None:
     (rows,) = (rows for heading, rows in tables(README) if heading == "What is supported")
     named = re.findall(r"`(\w+)`", " ".join(row[0] for row in rows[1:]))
-    others = {"explain", "generate", "models", "nn", "optimize", "reference", "release_memory", "restore", "use_backend"}
+    others = {
+        "explain",
+        "generate",
+        "models",
+        "nn",
+        "optimize",
+        "reference",
+        "release_memory",
+        "restore",
+        "use_backend",
+    }
     assert sorted(named) == sorted(set(seqkern.__all__) - others)
 
 
