@@ -132,7 +132,9 @@ class CostTable(Table):
             found = cost(**sizes, dtype=torch.float32, **options)
             rows.append([title, f"`{flops}`", f"{found.flops:,}", f"`{traffic}`", f"{found.bytes:,}"])
         given = ", ".join(f"{name} = {number:,}" for name, number in sizes.items())
-        text = f"`seqkern.ops.{self.arguments[0]}.cost`, `size` bytes an element. In numbers for float32, {given}.\n\n"
+        wide = ", `wide` bytes of an accumulator" if any("wide" in line for line in lines) else ""
+        text = f"`seqkern.ops.{self.arguments[0]}.cost`; `size` bytes of an element{wide}. "
+        text += f"In numbers for float32, {given}.\n\n"
         return text + pages.markdown(("call", "FLOP", "", "bytes, at least", ""), rows, left=(0, 1, 3))
 
     @staticmethod
