@@ -63,7 +63,6 @@ __all__ = [
     "verify",
 ]  # fmt: skip
 
-#: A case of every op, by name: what `verify` takes.
 CASES: dict[str, Case] = {
     "attention": attention_case(),
     "attention_varlen": attention_case(packed=[(3, 5), (1, 150), (70, 70), (129, 200)], heads=4, kv_heads=2),
