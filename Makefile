@@ -3,6 +3,7 @@
 # make test   set everything up, then run the tests
 # make prove  set everything up for every GPU target, then run the long tests that `make test` need not repeat
 # make bench  set everything up, then time every op against its peers
+# make docs   set everything up, then build the manual (build/docs/html/index.html)
 # make gpu    on a machine with a GPU: build and smoke, test, time, in three stages (benchmarks/GPU.md); make gpu-1 for one
 # make versions  set everything up, then run the tests on torch 2.10, 2.11 and the newest (downloads several GB each)
 # make matrix    set everything up, then run the integrations' tests on torch x transformers x Python (the same downloads)
@@ -21,7 +22,7 @@ TRITON_NEWEST := 3.9.0
 
 CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
-.PHONY: demo gallery data test test-slow prove versions matrix bench gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
+.PHONY: demo gallery data test test-slow prove versions matrix bench docs gpu gpu-1 gpu-2 gpu-3 lint format build wheel clean
 
 # The demo needs kernels for the GPUs that are here, if any; test, bench and wheel build them all. What the user sets wins.
 demo gallery: export SEQKERN_CUDA_ARCHS ?= present
@@ -56,13 +57,18 @@ matrix: build
 bench: build
 	$(PY) -m benchmarks
 
+# Without a network, and with every warning an error.
+docs: build
+	$(PY) -m sphinx -W --keep-going -q -b html -d build/docs/doctrees docs build/docs/html
+	@echo build/docs/html/index.html
+
 # torch and the build tools first: the package is built without isolation, against the torch that will run it. Built
 # here before pip, which would hide the compiler's progress and then finds everything compiled.
 $(VENV)/.stamp: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch numpy setuptools wheel ninja
 	$(BUILD)
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint,triton,data]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint,docs,triton,data]'
 	touch $@
 
 build: $(VENV)/.stamp

@@ -189,19 +189,25 @@ def _counts(by_machine: dict[str, Cases]) -> str:
 
 def _overview(by_machine: dict[str, Cases]) -> str:
     full = {machine: _most_threads(cases) for machine, cases in by_machine.items()}
-    rows = []
-    pairs = dict.fromkeys((key[0], key[2]) for cases in full.values() for key in cases)
-    ops = list(dict.fromkeys(op for op, _ in pairs))
-    for op, dtype in sorted(pairs, key=lambda pair: ops.index(pair[0])):
-        found = [
-            [ratio(case) for key, case in cases.items() if (key[0], key[2]) == (op, dtype)] for cases in full.values()
-        ]
-        rows.append([op, dtype, *(_range(ratios) for ratios in found)])
     text = (
         "## By op\n\nRatio to the best peer over all shapes and passes: lowest, **median**, highest; on the most "
         "threads that the machine was measured with.\n\n"
     )
-    return text + markdown(("op", "dtype", *full), rows, left=(0, 1))
+    return text + overview(full, {machine: machine for machine in full})
+
+
+def overview(by_machine: dict[str, Cases], titles: dict[str, str], only: Iterable[str] | None = None) -> str:
+    """A row for each op and dtype, of all ops or `only` some: the ratios on every machine; titles: of the columns."""
+    rows = []
+    pairs = dict.fromkeys((key[0], key[2]) for cases in by_machine.values() for key in cases)
+    ops = list(dict.fromkeys(op for op, _ in pairs) if only is None else only)
+    for op, dtype in sorted((pair for pair in pairs if pair[0] in ops), key=lambda pair: ops.index(pair[0])):
+        found = [
+            [ratio(case) for key, case in cases.items() if (key[0], key[2]) == (op, dtype)]
+            for cases in by_machine.values()
+        ]
+        rows.append([op, dtype, *(_range(ratios) for ratios in found)])
+    return markdown(("op", "dtype", *(titles[machine] for machine in by_machine)), rows, left=(0, 1))
 
 
 def _most_threads(cases: Cases) -> Cases:

@@ -34,6 +34,7 @@ PROCESSES = {
     "compiled_ahead",
     "type_check",
     "gloo",
+    "manual",
 }  # fixtures of tests that start long ones
 
 

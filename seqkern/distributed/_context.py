@@ -49,7 +49,8 @@ def context_parallel(
         NotImplementedError: from a call in the block: an attn_mask, queries that are not (B, H, N, D), a tensor that
             `sdpa` leaves to torch (it would attend to its own part only).
 
-    Example (in each of R processes):
+    Example (in each of R processes)::
+
         mesh = torch.distributed.init_device_mesh("cpu", (R,))
         with seqkern.distributed.context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]):
             loss = criterion(model(x), labels)

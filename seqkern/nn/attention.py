@@ -49,7 +49,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     average_attn_weights=True, is_causal=False): query (L, N, embed_dim), key (S, N, kdim), value (S, N, vdim), or
     (N, L, ...) with batch_first, or without N; key_padding_mask (N, S) and attn_mask (L, S) or (N * num_heads, L, S),
     bool, **True hides**, or numbers that are added. Returns the output, as the query, and the weights (N, L, S), or of
-    each head (N, num_heads, L, S), or None. Beyond torch's, by keyword:
+    each head (N, num_heads, L, S), or None. Beyond torch's, by keyword::
 
         key_lengths: (N,), whole numbers: sequence n has only the first key_lengths[n] keys.
         weight_rows: (n,), int64: the queries whose weights are wanted, without dropout; the weights are (N, n, S).

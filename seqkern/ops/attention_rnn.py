@@ -77,7 +77,7 @@ def attention_rnn(
 ) -> AttentionRnnOutput:
     """A decoder's whole sequence, teacher-forced, that attends to an encoder's output in every step: one op.
 
-    With the state s_t = h_t of the cell and [.; .] for concatenation:
+    With the state s_t = h_t of the cell and [.; .] for concatenation::
 
         order="bahdanau":  context_t = attend(h_{t-1}),  h_t = cell([x_t; context_t], h_{t-1});  output h_t
         order="luong":     h_t = cell([x_t; a_{t-1}], h_{t-1}),  context_t = attend(h_t),

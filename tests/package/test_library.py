@@ -662,12 +662,14 @@ def test_docstring_examples(name):
     assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/integrations.md", "docs/numerics.md"])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = [str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search((ROOT / page).read_text())])
 def test_examples_of_the_pages_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
+    for block in BLOCK.findall((ROOT / page).read_text()):
         exec(compile(block, page, "exec"), {})
 
 
