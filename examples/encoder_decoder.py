@@ -15,13 +15,8 @@ from examples import runner, twins
 from examples.runner import Recipe
 from examples.seq2seq import SIZES, Pronouncing
 
-WIDTHS: dict[str, Any] = {
-    "d_model": 128,
-    "nhead": 4,
-    "num_encoder_layers": 2,
-    "num_decoder_layers": 2,
-    "dim_feedforward": 256,
-}
+LAYERS: dict[str, Any] = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+WIDTHS: dict[str, Any] = {"d_model": 96, "nhead": 4, "dim_feedforward": 192}
 VARIANTS: dict[str, dict[str, Any]] = {
     "pre-norm": {"norm_first": True},
     "post-norm": {"tie_weights": True},
