@@ -65,7 +65,7 @@ class Snippets:
 
 def read() -> list[tuple[float, str]]:
     """(rating, text) of each snippet in the file."""
-    folders = [Path(__file__).parents[2] / "build" / "data", Path(os.environ.get("SEQKERN_DATA", "."))]
+    folders = [Path(__file__).parents[2] / "build" / "data", *map(Path, filter(None, [os.environ.get("SEQKERN_DATA")]))]
     found = next((folder / ARCHIVE for folder in folders if (folder / ARCHIVE).exists()), None)
     if found is None:
         raise FileNotFoundError(
