@@ -14,6 +14,8 @@ from examples.twins import (
     seq2seq,
     skip_gram,
     tagger,
+    tree_classifier,
+    vit,
 )
 
 __all__ = [
@@ -27,4 +29,6 @@ __all__ = [
     "seq2seq",
     "skip_gram",
     "tagger",
+    "tree_classifier",
+    "vit",
 ]

@@ -13,6 +13,8 @@ from seqkern.models.recurrent_lm import RecurrentLM
 from seqkern.models.seq2seq import RNNEncoderDecoder
 from seqkern.models.skip_gram import SkipGram
 from seqkern.models.tagger import Tagger
+from seqkern.models.tree_classifier import TreeClassifier
+from seqkern.models.vit import ViT
 
 __all__ = [
     "BERT",
@@ -29,5 +31,7 @@ __all__ = [
     "SkipGram",
     "Tagger",
     "TransformerClassifier",
+    "TreeClassifier",
+    "ViT",
     "mask_tokens",
 ]
