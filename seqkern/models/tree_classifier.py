@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 import seqkern
-from seqkern import TreeSchedule
+from seqkern.ops.tree_lstm import TreeSchedule
 
 
 class TreeClassifier(torch.nn.Module):
@@ -17,8 +17,8 @@ class TreeClassifier(torch.nn.Module):
 
         x_j = E[w_j],    h_j, c_j = TreeLSTM(x_j, states of the children of j),    P(class | tree) = softmax(W r + b)
 
-    r is the state of the root h_root, or it and a pool of the states of all nodes: [h_root ; max_j h_j]. Child-sum trees
-    have any number of children, whose order does not count; N-ary ones have weights of their own for each slot.
+    r is the state of the root, h_root, or it and a pool of the states of all nodes: [h_root ; max_j h_j]. A node of a
+    child-sum tree has any number of children, whose order does not count; N-ary ones have weights for each slot.
 
     Args:
         vocab_size: kinds of nodes' tokens.
@@ -32,8 +32,8 @@ class TreeClassifier(torch.nn.Module):
         device, dtype: of the parameters. Biases of forget gates begin at 1: states come up to the root from the start.
 
     Shape: forward(tokens (nodes,), schedule, lengths=None) returns logits (trees, num_classes). The nodes of all trees
-    are one after another, in the order of the `seqkern.TreeSchedule`; lengths (trees,) are how many each tree has, which
-    pools need. `loss(tokens, schedule, labels, lengths=None)`, labels (trees,): the mean of -log P(label) in nats.
+    are one after another, in the order of the `seqkern.TreeSchedule`; lengths (trees,), which pools need, say how
+    many each tree has. `loss(tokens, schedule, labels, lengths=None)`, labels (trees,): the mean of -log P(label) in nats.
 
     Raises:
         ValueError: an unknown kind or pool, a pool without lengths, or lengths that do not fit; what the modules raise.
