@@ -1,9 +1,9 @@
 """What a function is called: syntax trees of the functions of Python's standard library.
 
-The Python that runs, without its tests; PSF licence. A tree is a function as `ast` reads it, a node for each of ast's. The
-class is the first word of the name, one of the 24 most frequent: `init` of `__init__`, `get` of `get_data`, `is` of
-`isatty`'s likes. The name is not in the tree, nor is it where the function calls itself, its namesake of another class or
-of its base: it is "<own>" there. Docstrings are left out.
+The Python that runs, without its tests; PSF licence. A tree is a function as `ast` reads it, with ast's nodes. The class
+is the first word of the name, one of the 24 most frequent: `init` of `__init__`, `get` of `get_data` and `getData`. The
+name is not in the tree: where a function calls itself, or its namesake of another class, it is "<own>". Docstrings are
+left out.
 
 A node's token is its kind, with what makes it: "BinOp.Add", "Compare.Is", "Name.Store:local", "Attribute:append",
 "Constant:None". Names are what they stand for: "self", a parameter, a local or global name, or that builtin. Attributes
@@ -38,7 +38,14 @@ SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-pac
 FILES, DISTINCT, KEPT = (350, 900), (8_000, 20_000), (2_500, 7_000)
 UNKNOWN = "<unknown>"
 BUILTINS = frozenset(dir(builtins))
-MARKED = (ast.operator, ast.boolop, ast.unaryop, ast.cmpop)  # parts of their node's token, as is whether it is stored
+MARKED = (
+    ast.operator,
+    ast.boolop,
+    ast.unaryop,
+    ast.cmpop,
+    ast.Store,
+    ast.Del,
+)  # parts of their node's token, as is whether it is stored
 Tree = tuple[list[int], list[str]]  # each node's parent, -1 of the first, the root; and token. Parents come first
 
 
@@ -86,8 +93,6 @@ def tree(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Tree | None:
         for field, value in ast.iter_fields(node):
             if isinstance(value, MARKED):
                 token += f".{type(value).__name__}"
-            elif isinstance(value, (ast.Store, ast.Del)):
-                token += f".{type(value).__name__}"
             elif isinstance(value, ast.AST) and not isinstance(value, ast.Load):
                 children.append(value)
             elif isinstance(value, list) and field == "ops":
@@ -104,15 +109,12 @@ def tree(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Tree | None:
 
 def _names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str]:
     """What names stand for in a function; the function's own one comes last, it wins."""
-    found = dict.fromkeys((n.id for n in ast.walk(function) if _is_stored(n)), "local")
+    names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+    found = {name.id: "local" for name in names if isinstance(name.ctx, ast.Store)}
     given = function.args
     found |= {a.arg: "parameter" for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
     found |= {a.arg: "parameter" for a in (given.vararg, given.kwarg) if a}
     return found | {"self": "self", "cls": "cls", function.name: "<own>"}
-
-
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def _detail(node: ast.AST, names: dict[str, str]) -> str:

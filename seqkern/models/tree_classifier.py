@@ -33,7 +33,8 @@ class TreeClassifier(torch.nn.Module):
 
     Shape: forward(tokens (nodes,), schedule, lengths=None) returns logits (trees, num_classes). The nodes of all trees
     are one after another, in the order of the `seqkern.TreeSchedule`; lengths (trees,), which pools need, say how
-    many each tree has. `loss(tokens, schedule, labels, lengths=None)`, labels (trees,): the mean of -log P(label) in nats.
+    many each tree has. `loss(tokens, schedule, labels, lengths=None)`, labels (trees,): the mean of -log P(label), in
+    nats.
 
     Raises:
         ValueError: an unknown kind or pool, a pool without lengths, or lengths that do not fit; what the modules raise.

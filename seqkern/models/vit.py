@@ -17,8 +17,8 @@ class ViT(torch.nn.Module):
         z = [class token ; patch_1 W ; ... ; patch_N W] + positions,    z = Encoder(z),
         P(class | image) = softmax(V LayerNorm(z_0) + b)
 
-    A patch is P x P pixels of every channel, flattened. The blocks are pre-norm, with gelu. With pool="mean" there is no
-    class token, and the mean of the patches' states takes the place of z_0.
+    A patch is P x P pixels of every channel, flattened. The blocks are pre-norm, with gelu. With pool="mean" there is
+    no class token, and the mean of the patches' states takes the place of z_0.
 
     Args:
         image_size: pixels of a side; images are square.
@@ -32,8 +32,8 @@ class ViT(torch.nn.Module):
         dropout: of the embedded patches, and inside the blocks, in training.
         device, dtype: of the parameters.
 
-    Shape: forward(images (B, channels, image_size, image_size)) returns logits (B, num_classes). `loss(images, labels)`,
-    labels (B,): the mean of -log P(label) in nats. `attention_maps(images, layer=-1)`: with which weights the class
+    Shape: forward(images (B, channels, image_size, image_size)) returns logits (B, num_classes). `loss(images,
+    labels)`, labels (B,): the mean of -log P(label) in nats. `attention_maps(images, layer=-1)`: with which weights the class
     token of a block sees the patches, (B, nhead, rows of patches, columns); the sum is one less its weight of itself.
 
     Raises:
@@ -80,6 +80,7 @@ class ViT(torch.nn.Module):
         self.class_token = torch.nn.Parameter(torch.zeros(d_model, **factory)) if pool == "cls" else None
         self.positions = torch.nn.Parameter(0.02 * torch.randn(places, d_model, **factory))
         self.dropout = torch.nn.Dropout(dropout)
+        width = 4 * d_model if dim_feedforward is None else dim_feedforward
         block = seqkern.nn.TransformerEncoderLayer(
             d_model,
             nhead,
