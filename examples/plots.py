@@ -106,7 +106,7 @@ def _quiet(ax: Axes) -> None:
 
 def curves_figure(record: dict[str, Any]) -> Figure:
     """A system's losses of one seed, both versions over each other, and below them how far apart they are."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(4.8, 3.8), layout="constrained")  # small, so that its text is legible on a phone
     curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     runs = record["seeds"][-1]["runs"]
     ours, theirs = (runs[library]["losses"] for library in ("seqkern", "torch"))
