@@ -31,8 +31,9 @@ class System(Pronouncing):
         "self-attention, and a decoder that also attends to what the encoder made of the source. It turns the letters "
         "of English words into phones."
     )
+    rows = 32
     margin, target = 0.3, 12.0
-    recipes: ClassVar = {name: Recipe(steps=900, learning_rate=3e-3) for name in VARIANTS}
+    recipes: ClassVar = {name: Recipe(steps=2400, learning_rate=2.5e-3) for name in VARIANTS}
 
     def model(self, variant: str) -> nn.Module:
         return seqkern.models.EncoderDecoder(**SIZES, **WIDTHS, **LAYERS, **VARIANTS[variant])
