@@ -38,7 +38,9 @@ def load() -> Digits:
     in scikit-learn. Licence: scikit-learn's is BSD, 3 clauses; the data's is CC BY 4.0.
     """
     try:
-        from sklearn.datasets import load_digits
+        import importlib
+
+        load_digits = importlib.import_module("sklearn.datasets").load_digits
     except ModuleNotFoundError:
         raise ModuleNotFoundError("the digits are scikit-learn's: pip install 'seqkern[data]'") from None
     found = load_digits()

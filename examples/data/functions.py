@@ -1,6 +1,6 @@
 """What a function is called: syntax trees of the functions of Python's standard library.
 
-The Python that runs, without its tests; PSF licence. A tree is a function as `ast` reads it, with ast's nodes. The class
+The Python that runs, without its tests; PSF licence. A tree is a function as `ast` reads it, of ast's nodes. Its class
 is the first word of the name, one of the 24 most frequent: `init` of `__init__`, `get` of `get_data` and `getData`. The
 name is not in the tree: where a function calls itself, or its namesake of another class, it is "<own>". Docstrings are
 left out.

@@ -33,8 +33,8 @@ class ViT(torch.nn.Module):
         device, dtype: of the parameters.
 
     Shape: forward(images (B, channels, image_size, image_size)) returns logits (B, num_classes). `loss(images,
-    labels)`, labels (B,): the mean of -log P(label) in nats. `attention_maps(images, layer=-1)`: with which weights the class
-    token of a block sees the patches, (B, nhead, rows of patches, columns); the sum is one less its weight of itself.
+    labels)`, labels (B,): the mean of -log P(label) in nats. `attention_maps(images, layer=-1)`: with which weights the
+    class token of a block sees the patches, (B, nhead, rows of patches, columns); the rest of 1 is its own weight.
 
     Raises:
         ValueError: a patch_size that does not divide image_size, an unknown pool, images of another shape, attention
@@ -78,13 +78,13 @@ class ViT(torch.nn.Module):
         places = self.side**2 + (pool == "cls")
         self.projection = torch.nn.Linear(channels * patch_size**2, d_model, **factory)
         self.class_token = torch.nn.Parameter(torch.zeros(d_model, **factory)) if pool == "cls" else None
-        self.positions = torch.nn.Parameter(0.02 * torch.randn(places, d_model, **factory))
+        self.positions = torch.nn.Parameter(0.5 * torch.randn(places, d_model, **factory))
         self.dropout = torch.nn.Dropout(dropout)
         width = 4 * d_model if dim_feedforward is None else dim_feedforward
         block = seqkern.nn.TransformerEncoderLayer(
             d_model,
             nhead,
-            dim_feedforward or 4 * d_model,
+            width,
             dropout,
             "gelu",
             batch_first=True,
