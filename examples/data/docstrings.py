@@ -38,10 +38,11 @@ TOKEN = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Document:
-    """What is left of a docstring: token numbers, and what it belongs to."""
+    """What is left of a docstring, and what it belongs to."""
 
     path: str  # of the file, inside the library
     kind: int  # of KINDS
+    text: str  # as it was written, spaces for ends of lines
     tokens: Tensor  # int64; those from `vocabulary` on are words outside the vocabulary
 
 
@@ -112,8 +113,8 @@ def docstrings_of(source: bytes) -> list[tuple[int, str]]:
     return found
 
 
-def read(root: Path) -> list[tuple[str, int, list[str]]]:
-    """(path, kind, words) of every docstring that has something new to say, files in alphabetical order."""
+def read(root: Path) -> list[tuple[str, int, str]]:
+    """(path, kind, text) of every docstring that has something new to say, files in alphabetical order."""
     seen: set[str] = set()
     documents, total = [], 0
     for file in sorted(root.rglob("*.py")):
@@ -126,14 +127,14 @@ def read(root: Path) -> list[tuple[str, int, list[str]]]:
             continue
         total += len(found)
         for kind, text in found:
-            words: list[str] = []
+            kept = []
             for paragraph in re.split(r"\n\s*\n", text):
                 key = " ".join(paragraph.lower().split())
                 if key not in seen and ">>>" not in key:
-                    words += tokenise(paragraph)
+                    kept.append(" ".join(paragraph.split()))
                 seen.add(key)
-            if words:
-                documents.append((path.as_posix(), kind, words))
+            if any(kept):
+                documents.append((path.as_posix(), kind, " ".join(kept)))
     if total not in COUNTS:
         raise RuntimeError(
             f"the standard library in {root} has {total} docstrings, expected {COUNTS.start} to {COUNTS.stop}: "
@@ -144,18 +145,18 @@ def read(root: Path) -> list[tuple[str, int, list[str]]]:
 
 def load(vocabulary: int = 4096) -> Docstrings:
     """The two parts, with a vocabulary of that many numbers, SPECIALS among them, from the training part."""
-    documents = read(Path(sysconfig.get_path("stdlib")))
-    counts = Counter(word for path, _, words in documents if not held_out(path) for word in words)
+    documents = [(*found, tokenise(found[2])) for found in read(Path(sysconfig.get_path("stdlib")))]
+    counts = Counter(word for path, _, _, words in documents if not held_out(path) for word in words)
     names = [*SPECIALS, *(word for word, _ in counts.most_common(vocabulary - len(SPECIALS)))]
     known = set(names)
-    others = sorted({word for _, _, words in documents for word in words} - known)
+    others = sorted({word for *_, words in documents for word in words} - known)
     total = [counts[word] for word in names]
     total[UNKNOWN] = sum(counts.values()) - sum(total)
     index = {word: number for number, word in enumerate([*names, *others])}
     parts: tuple[list[Document], list[Document]] = ([], [])
-    for path, kind, words in documents:
+    for path, kind, text, words in documents:
         tokens = torch.tensor([index[word] for word in words])
-        parts[held_out(path)].append(Document(path, kind, tokens))
+        parts[held_out(path)].append(Document(path, kind, text, tokens))
     return Docstrings([*names, *others], len(names), torch.tensor(total), *parts)
 
 
@@ -164,8 +165,6 @@ if __name__ == "__main__":
     for name, part in (("train", data.train), ("held out", data.held_out)):
         tokens = stream(part)
         files, unknown = len({document.path for document in part}), (tokens >= data.vocabulary).double().mean()
-        print(
-            f"{name}: {len(part)} documents of {files} files, {len(tokens)} tokens, {unknown:.1%} outside the vocabulary"
-        )
+        print(f"{name}: {len(part)} documents of {files} files, {len(tokens)} tokens, {unknown:.1%} of them <unk>")
     print(f"{len(data.words)} words, {data.vocabulary} of them in the vocabulary")
     print(data.held_out[1].path, KINDS[data.held_out[1].kind], data.text(data.held_out[1].tokens))

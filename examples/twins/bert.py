@@ -18,9 +18,10 @@ class Encoder(nn.Module):
 class BERT(nn.Module):
     def __init__(
         self, vocab_size: int, d_model: int, nhead: int, num_layers: int, dim_feedforward: int | None = None,
-        max_len: int = 512, *, norm_first: bool = False,
+        max_len: int = 512, *, local: int | None = None, norm_first: bool = False,
     ):  # fmt: skip
         super().__init__()
+        self.local = local
         self.embedding, self.position_embedding = nn.Embedding(vocab_size, d_model), nn.Embedding(max_len, d_model)
         self.norm = nn.LayerNorm(d_model)
         inner = dim_feedforward or 4 * d_model
@@ -31,8 +32,13 @@ class BERT(nn.Module):
         positions = self.position_embedding(torch.arange(tokens.shape[1]))
         x = self.norm(self.embedding(tokens) + positions)
         mask = padding_mask(lengths, tokens.shape[1])
-        for layer in self.encoder.layers:
-            x = layer(x, mask)
+        near = mask
+        if self.local is not None:
+            places = torch.arange(tokens.shape[1])
+            band = (places - places[:, None]).abs() <= self.local
+            near = band if mask is None else band & mask
+        for number, layer in enumerate(self.encoder.layers):
+            x = layer(x, mask if number % 2 else near)
         return x if self.encoder.norm is None else self.encoder.norm(x)
 
 

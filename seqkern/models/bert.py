@@ -70,18 +70,20 @@ class BERT(torch.nn.Module):
         d_model, nhead, num_layers: features, heads of a block, and blocks.
         dim_feedforward: width inside the feed-forward network. Default: 4 d_model.
         max_len: rows of the table of positions: longer texts raise an error.
+        local: every other block, from the first, sees so many tokens to each side and no further, which a small model
+            learns far sooner. Default: every block sees all, as BERT's.
         norm_first: pre-norm blocks, which have one more norm at the end; BERT's are post-norm.
         dropout: of embeddings and in the blocks, in training.
-        device, dtype: of the parameters. Matrices begin normal with the standard deviation d_model^-1/2 / 2, which is
-            about 0.02 at BERT's width.
+        device, dtype: of the parameters. Matrices begin normal with the standard deviation d_model^-1/2.
 
     Shape: forward(tokens (B, T), lengths=None) returns the last states (B, T, d_model). lengths (B,), of texts with
     padding behind them: no state of a text depends on it; the states at padding mean nothing.
 
     Raises:
-        ValueError: a table without rows; what the modules raise.
+        ValueError: a table without rows, local below 1; what the modules raise.
 
-    Source: Devlin et al. 2019; the blocks: Vaswani et al. 2017. Jurafsky and Martin, equations 9.31 to 9.38.
+    Source: Devlin et al. 2019; the blocks: Vaswani et al. 2017; blocks that see near tokens in turn with those that see
+    all: Warner et al. 2024 (ModernBERT). Jurafsky and Martin, equations 9.31 to 9.38.
 
     Example:
         >>> import torch, seqkern
@@ -99,6 +101,7 @@ class BERT(torch.nn.Module):
         dim_feedforward: int | None = None,
         max_len: int = 512,
         *,
+        local: int | None = None,
         norm_first: bool = False,
         dropout: float = 0.0,
         device: Device = None,
@@ -106,6 +109,8 @@ class BERT(torch.nn.Module):
     ) -> None:
         if max_len < 1:
             raise ValueError(f"BERT: max_len must be at least 1, got {max_len}")
+        if local is not None and local < 1:
+            raise ValueError(f"BERT: local must be at least 1, got {local}")
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.dropout = dropout
@@ -118,9 +123,11 @@ class BERT(torch.nn.Module):
         )  # fmt: skip
         last = seqkern.nn.LayerNorm(d_model, **factory) if norm_first else None
         self.encoder = seqkern.nn.TransformerEncoder(layer, num_layers, last)
+        for block in list(self.encoder.layers)[::2] if local is not None else []:
+            block.self_attn.window = (local, local)
         for weight in self.parameters():
             if weight.dim() == 2:
-                torch.nn.init.normal_(weight, std=d_model**-0.5 / 2)
+                torch.nn.init.normal_(weight, std=d_model**-0.5)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the blocks read, (B, T, d_model)."""
@@ -136,7 +143,7 @@ class BERT(torch.nn.Module):
     def attention_weights(self, tokens: Tensor, lengths: Tensor | None = None, layer: int = -1) -> Tensor:
         """How much each token looks at each other one in a layer, by head: (B, nhead, T, T). To look at."""
         seen: list[Tensor] = []
-        attention: Any = list(self.encoder.layers)[layer].self_attn  # type: ignore[union-attr]
+        attention: Any = list(self.encoder.layers)[layer].self_attn
         hook = attention.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
             self(tokens, lengths)

@@ -89,7 +89,6 @@ class CharAwareLM(torch.nn.Module):
         self.register_buffer("lengths", lengths.to(device))
         kinds = int(characters.max()) + 1 if num_characters is None else num_characters
         self.embedding = torch.nn.Embedding(kinds, char_dim, **factory)
-        torch.nn.init.normal_(self.embedding.weight, std=char_dim**-0.5)
         self.convolutions = torch.nn.ModuleList(
             torch.nn.Conv1d(char_dim, count, width, **factory) for width, count in enumerate(filters, 1)
         )
