@@ -250,7 +250,7 @@ def test_the_client_uses_everything():
     """What mypy is shown (tests/package/test_build.py) also runs."""
     path = Path(__file__).parent / "typed_client.py"
     used = set(re.findall(r"\w+", path.read_text()))
-    assert {*seqkern.__all__, *seqkern.nn.__all__} <= used
+    assert {*seqkern.__all__, *seqkern.nn.__all__, *seqkern.models.__all__} <= used
     program: dict[str, typing.Any] = {"__name__": "client"}
     exec(compile(path.read_text(), str(path), "exec"), program)
     program["main"]()

@@ -282,6 +282,8 @@ def mistakes(x: Tensor, padding: Tensor) -> None:
     seqkern.nn.AddRMSNorm(8, bias=True)  # type: ignore[arg-type]
     seqkern.nn.AddRMSNorm(8).forward(x, x).sum()  # type: ignore[attr-defined]
     seqkern.explain(x)  # type: ignore[call-overload]
+    GPT(30, 16, 4, 2, positions="none")  # type: ignore[arg-type]
+    RecurrentLM(30, 8, 8, cell="elman")  # type: ignore[arg-type]
 
 
 def models() -> None:
@@ -292,8 +294,33 @@ def models() -> None:
     lstm = RecurrentLM(30, 8, 8, cell="gru", tie_weights=True)
     assert_type(lstm.loss(tokens, tokens), Tensor)
     assert_type(seqkern.generate(lstm.step, lstm.start(2, 9), tokens, max_new_tokens=3).tokens, Tensor)
-    GPT(30, 16, 4, 2, positions="none")  # type: ignore[arg-type]
-    RecurrentLM(30, 8, 8, cell="elman")  # type: ignore[arg-type]
+    lengths, labels = torch.tensor([6, 4]), torch.tensor([0, 2])
+    bert = seqkern.models.BERT(30, 16, 4, 1, local=2)
+    generator = torch.Generator()
+    inputs, targets = assert_type(seqkern.models.mask_tokens(tokens, lengths, generator, 30, 1), Pair)
+    assert_type(seqkern.models.MaskedLM(bert).loss(inputs, targets, lengths), Tensor)
+    assert_type(seqkern.models.BERTClassifier(bert, 3).loss(tokens, labels, lengths), Tensor)
+    assert_type(seqkern.models.Tagger(30, 5, 8, 8).loss(tokens, tokens % 5, lengths), Tensor)
+    for classifier in (
+        seqkern.models.RNNClassifier(30, 3, 8, 8, pool="max"),
+        seqkern.models.CNNClassifier(30, 3, 8, 4, (2, 3)),
+        seqkern.models.TransformerClassifier(30, 3, 16, 4, 1),
+    ):
+        assert_type(classifier.loss(tokens, labels, lengths), Tensor)
+    for pairs in (
+        seqkern.models.RNNEncoderDecoder(30, 30, 8, 8, score="dot", order="luong"),
+        seqkern.models.EncoderDecoder(30, 30, 16, 4, 1, 1),
+    ):
+        assert_type(pairs.loss(tokens, lengths, tokens, tokens), Tensor)
+    schedule = seqkern.TreeSchedule.from_parents([-1, 0, 0])
+    trees = seqkern.models.TreeClassifier(30, 3, 8, 8)
+    assert_type(trees.loss(torch.tensor([1, 2, 3]), schedule, torch.tensor([2])), Tensor)
+    vit = seqkern.models.ViT(8, 2, 10, 16, 4, 1)
+    assert_type(vit.loss(torch.rand(2, 1, 8, 8), labels), Tensor)
+    assert_type(seqkern.models.SkipGram(30, 8).loss(labels, labels, torch.zeros(2, 5, dtype=torch.long)), Tensor)
+    words = seqkern.models.CharAwareLM(torch.ones(30, 7, dtype=torch.long), torch.full((30,), 7), 30, 4, (5, 5), 8)
+    assert_type(words.loss(tokens, tokens), Tensor)
+    assert_type(seqkern.models.GPTBlock(16, 4, 32)(torch.rand(2, 6, 16)), Any)
 
 
 def main() -> None:
