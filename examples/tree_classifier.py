@@ -74,7 +74,7 @@ def drawn(function: Function, said: list[tuple[str, float]]) -> Exhibit:
             children[parent].append(node)
     leaves = [node for node in range(len(function)) if not children[node]]
     for row, node in enumerate(leaves):
-        rows[node] = row
+        rows[node] = float(row)
     for node in reversed(range(len(function))):  # children come after their parent
         if children[node]:
             rows[node] = sum(rows[child] for child in children[node]) / len(children[node])
@@ -94,8 +94,8 @@ def drawn(function: Function, said: list[tuple[str, float]]) -> Exhibit:
     ax.axis("off")
     guesses = ", ".join(f"{word} {100 * probability:.0f}%" for word, probability in said)
     note = (
-        f"The syntax tree of {function.name} in {function.file}, a held-out function; the name is not in it. First word: "
-        f"{words[function.label]}; the model says {guesses}"
+        f"The syntax tree of {function.name} in {function.file}, a held-out function; the name is not in it. Its first "
+        f"word is {words[function.label]}; the model says {guesses}"
     )
     return Exhibit("A function as the model sees it", note, figure=figure)
 
@@ -104,12 +104,12 @@ class System(runner.System):
     name = "tree_classifier"
     title = "Tree-LSTM"
     about = (
-        "States that are computed from the leaves of a tree up to its root (Tai, Socher and Manning 2015): child-sum, of "
-        "any number of children, or N-ary, with weights for each child. It guesses the first word of a function's name."
+        "States that are computed from the leaves of a tree up to its root (Tai, Socher and Manning 2015): child-sum, "
+        "of any number of children, or N-ary, with weights for each child. It guesses the first word of a function's name."
     )
     data = (
-        "syntax trees of the functions of this Python's standard library, the 24 most frequent first words; PSF licence; "
-        "a fifth of the files is held out"
+        "syntax trees of the functions of this Python's standard library, the 24 most frequent first words; PSF "
+        "licence; a fifth of the files is held out"
     )
     metric, higher_is_better = "accuracy, %", True
     loss, tokens = "nats", "nodes"
@@ -179,7 +179,7 @@ class System(runner.System):
             [part[n].name, part[n].file, words[part[n].label], words[int(guessed[n])], f"{100 * float(sure[n]):.0f}%"]
             for n in range(0, len(part), max(1, len(part) // 24))
         ]
-        shown.append(Exhibit("Guesses", "Every so manieth held-out function", table=[head, *table]))
+        shown.append(Exhibit("Guesses", "Held-out functions, one of every so many", table=[head, *table]))
         rows = []
         for label, word in enumerate(words):
             own = torch.tensor([function.label == label for function in part])

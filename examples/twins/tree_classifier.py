@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from examples.twins.recurrent_lm import Head
 
@@ -71,6 +72,14 @@ class TreeLSTM(nn.Module):
         return torch.cat(h)[place]
 
 
+def pooled(hidden: Tensor, lengths: Tensor, kind: str) -> Tensor:
+    """The maximum or mean of each tree's rows. torch.segment_reduce's maximum has wrong gradients where rows are equal,
+    as those of equal leaves are."""
+    if kind == "mean":
+        return torch.segment_reduce(hidden, "mean", lengths=lengths)
+    return pad_sequence(hidden.split(lengths.tolist()), batch_first=True, padding_value=-torch.inf).max(1).values  # type: ignore[arg-type]
+
+
 class TreeClassifier(nn.Module):
     def __init__(
         self, vocab_size: int, num_classes: int, embedding_dim: int, hidden_size: int, kind: str = "child_sum", *,
@@ -87,7 +96,7 @@ class TreeClassifier(nn.Module):
         found = hidden[schedule.roots]
         if self.pool != "root":
             assert lengths is not None
-            found = torch.cat([found, torch.segment_reduce(hidden, self.pool, lengths=lengths)], 1)
+            found = torch.cat([found, pooled(hidden, lengths, self.pool)], 1)
         return self.head.linear(self.dropout(found))
 
     def loss(
