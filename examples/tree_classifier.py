@@ -73,8 +73,8 @@ def drawn(function: Function, said: list[tuple[str, float]]) -> Exhibit:
             depths[node] = depths[parent] + 1
             children[parent].append(node)
     leaves = [node for node in range(len(function)) if not children[node]]
-    for row, node in enumerate(leaves):
-        rows[node] = float(row)
+    for place, node in enumerate(leaves):
+        rows[node] = float(place)
     for node in reversed(range(len(function))):  # children come after their parent
         if children[node]:
             rows[node] = sum(rows[child] for child in children[node]) / len(children[node])
@@ -105,7 +105,7 @@ class System(runner.System):
     title = "Tree-LSTM"
     about = (
         "States that are computed from the leaves of a tree up to its root (Tai, Socher and Manning 2015): child-sum, "
-        "of any number of children, or N-ary, with weights for each child. It guesses the first word of a function's name."
+        "of any number of children, or N-ary, with weights for each child. It guesses how a function's name begins."
     )
     data = (
         "syntax trees of the functions of this Python's standard library, the 24 most frequent first words; PSF "

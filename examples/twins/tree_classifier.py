@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from examples.twins.recurrent_lm import Head
 
@@ -77,7 +76,10 @@ def pooled(hidden: Tensor, lengths: Tensor, kind: str) -> Tensor:
     as those of equal leaves are."""
     if kind == "mean":
         return torch.segment_reduce(hidden, "mean", lengths=lengths)
-    return pad_sequence(hidden.split(lengths.tolist()), batch_first=True, padding_value=-torch.inf).max(1).values  # type: ignore[arg-type]
+    tree = torch.repeat_interleave(lengths)
+    place = torch.arange(len(tree)) - (lengths.cumsum(0) - lengths)[tree]
+    padded = hidden.new_full((len(lengths), int(lengths.max()), hidden.shape[1]), -torch.inf)
+    return padded.index_put((tree, place), hidden).max(1).values
 
 
 class TreeClassifier(nn.Module):
