@@ -16,10 +16,10 @@ from examples.runner import Recipe
 from examples.seq2seq import SIZES, Pronouncing
 
 LAYERS: dict[str, Any] = {"num_encoder_layers": 2, "num_decoder_layers": 2}
-WIDTHS: dict[str, Any] = {"d_model": 96, "nhead": 4, "dim_feedforward": 192}
+WIDTHS: dict[str, Any] = {"d_model": 96, "nhead": 2, "dim_feedforward": 192, "rotary": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "pre-norm": {"norm_first": True},
-    "post-norm": {"tie_weights": True},
+    "post-norm": {},
 }
 
 
@@ -31,9 +31,9 @@ class System(Pronouncing):
         "self-attention, and a decoder that also attends to what the encoder made of the source. It turns the letters "
         "of English words into phones."
     )
-    rows = 32
+    rows = 24
     margin, target = 0.3, 12.0
-    recipes: ClassVar = {name: Recipe(steps=2400, learning_rate=2.5e-3) for name in VARIANTS}
+    recipes: ClassVar = {name: Recipe(steps=2600, learning_rate=2.5e-3, warmup=200) for name in VARIANTS}
 
     def model(self, variant: str) -> nn.Module:
         return seqkern.models.EncoderDecoder(**SIZES, **WIDTHS, **LAYERS, **VARIANTS[variant])

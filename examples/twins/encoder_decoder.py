@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,14 @@ class EncoderDecoder(nn.Module):
     def __init__(
         self, source_vocab: int, target_vocab: int, d_model: int, nhead: int, num_encoder_layers: int,
         num_decoder_layers: int, dim_feedforward: int | None = None, *, norm_first: bool = False,
-        tie_weights: bool = False, label_smoothing: float = 0.0,
+        rotary: bool = False, tie_weights: bool = False, label_smoothing: float = 0.0,
     ):  # fmt: skip
         super().__init__()
         sizes = (d_model, nhead, dim_feedforward or 4 * d_model, "relu", norm_first)
-        encoder: list[nn.Module] = [EncoderLayer(*sizes) for _ in range(num_encoder_layers)]
-        decoder: list[nn.Module] = [DecoderLayer(*sizes) for _ in range(num_decoder_layers)]
+        encoder: list[Any] = [EncoderLayer(*sizes) for _ in range(num_encoder_layers)]
+        decoder: list[Any] = [DecoderLayer(*sizes) for _ in range(num_decoder_layers)]
+        for layer in encoder + decoder:
+            layer.self_attn.rotary = rotary
         self.encoder, self.decoder = Stack(encoder, d_model, norm_first), Stack(decoder, d_model, norm_first)
         self.source_embedding = nn.Embedding(source_vocab, d_model)
         self.target_embedding = nn.Embedding(target_vocab, d_model)

@@ -13,7 +13,7 @@ from torch.types import Device
 import seqkern
 from seqkern.generation import Chunk
 from seqkern.models.seq2seq import SourceMemory
-from seqkern.nn import AttentionCache, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder
+from seqkern.nn import AttentionCache, RotaryEmbedding, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder
 from seqkern.nn import TransformerEncoderLayer as EncoderLayer
 
 
@@ -32,6 +32,8 @@ class EncoderDecoder(torch.nn.Module):
         num_encoder_layers, num_decoder_layers: blocks.
         dim_feedforward: width inside the feed-forward networks. Default: 4 d_model.
         norm_first: norms before the parts of a block, and one after the last block; or after them, as the paper.
+        rotary: whether self-attention also turns queries and keys by their positions' angles (Su et al. 2021), which
+            shows it how far apart they are: training needs fewer steps.
         tie_weights: whether V is the target's embedding matrix E'; there is no bias b then.
         dropout: of embeddings and of what each part of a block adds, in training.
         label_smoothing: the share of the target's probability that is spread over the vocabulary.
@@ -70,6 +72,7 @@ class EncoderDecoder(torch.nn.Module):
         dim_feedforward: int | None = None,
         *,
         norm_first: bool = False,
+        rotary: bool = False,
         tie_weights: bool = False,
         dropout: float = 0.0,
         label_smoothing: float = 0.0,
@@ -83,6 +86,7 @@ class EncoderDecoder(torch.nn.Module):
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         options: Any = factory | {"dropout": dropout, "batch_first": True, "norm_first": norm_first}
+        options["rope"] = RotaryEmbedding(d_model // nhead) if rotary else None
         width = 4 * d_model if dim_feedforward is None else dim_feedforward
 
         def last() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +19,17 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"norm_first": True},
     {"tie_weights": True},
-    {"norm_first": True, "tie_weights": True, "dim_feedforward": 12, "label_smoothing": 0.1},
+    {"rotary": True},
+    {"norm_first": True, "rotary": True, "tie_weights": True, "dim_feedforward": 12, "label_smoothing": 0.1},
 ]
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """The twins make their positions in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def ragged(seed: int = 0, rows: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,6 +55,7 @@ def models(options: dict[str, Any], wild: bool = False) -> tuple[EncoderDecoder,
     return model, twin
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_loss_and_gradients_are_the_twins(options: dict[str, Any]) -> None:
     model, twin = models(options)
@@ -82,6 +93,7 @@ def full_pass(model: EncoderDecoder, source: Tensor, lengths: Tensor, longest: i
     return tokens[:, 1:]
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_generation_is_the_full_pass_and_the_twins(options: dict[str, Any]) -> None:
     model, twin = models(options, wild=True)
@@ -114,7 +126,7 @@ def test_beams_are_those_of_each_source_alone_and_their_scores_the_losses(option
 
 def test_prompts_of_different_lengths() -> None:
     """A target's beginning that is given: each row goes on as it does alone."""
-    model, _ = models({"norm_first": True}, wild=True)
+    model, _ = models({"norm_first": True, "rotary": True}, wild=True)
     source, lengths, target_in, _ = ragged()
     counts = torch.tensor([3, 1, 5, 2])
     together = seqkern.generate(
@@ -138,7 +150,7 @@ def test_weights_are_a_distribution_over_the_letters_that_are_there(layer: int) 
     assert not weights.masked_select((torch.arange(6) >= lengths[:, None])[:, None]).any()
     rows = torch.tensor([3, 0])
     torch.testing.assert_close(model.weights(source, lengths, target_in, layer, rows), weights[:, rows])
-    assert not model.decoder.layers[layer].multihead_attn._forward_pre_hooks  # type: ignore[union-attr]
+    assert not model.decoder.layers[layer].multihead_attn._forward_pre_hooks
 
 
 def test_dropout_is_of_training_alone() -> None:
@@ -154,7 +166,7 @@ def test_layers_start_at_their_own_numbers() -> None:
     model, _ = models({})
     first, second, third = model.decoder.layers
     for other in (second, third):
-        assert not torch.equal(first.linear1.weight, other.linear1.weight)  # type: ignore[union-attr,arg-type]
+        assert not torch.equal(first.linear1.weight, other.linear1.weight)
 
 
 def test_tied_weights_are_one() -> None:
