@@ -133,7 +133,8 @@ def test_checks(ours: list[float], theirs: list[float], early: float, verdicts: 
 
 def test_what_is_checked_of_a_variant_and_of_a_version_alone() -> None:
     assert checked([0.9], None) == [False, False]
-    assert checked([0.4], None, variant="other") == [True]
+    assert checked([0.9], None, variant="other") == []
+    assert checked([0.4], [0.9], variant="other") == [True, False]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
