@@ -55,7 +55,7 @@ def read_digits(part: digits.Part, guessed: Tensor, sure: Tensor, count: int = 2
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     for place, row in enumerate(order, 1):
         ax = figure.add_subplot(4, -(-count // 4), place)
-        ax.imshow(part.images[row, 0], cmap="gray_r", vmin=0, vmax=1)
+        ax.imshow(part.images[row, 0].numpy(), cmap="gray_r", vmin=0, vmax=1)
         ax.set(xticks=[], yticks=[])
         missed = bool(wrong[row])
         said = f"{int(guessed[row])}, not {int(part.labels[row])}" if missed else str(int(guessed[row]))
@@ -77,8 +77,8 @@ def looked_at(model: Any, part: digits.Part) -> Exhibit:
     brightest = float(maps.max())
     for column, row in enumerate(rows):
         above, below = (figure.add_subplot(2, len(rows), line * len(rows) + column + 1) for line in (0, 1))
-        above.imshow(part.images[row, 0], cmap="gray_r", vmin=0, vmax=1)
-        shown = below.imshow(maps[column], cmap="viridis", vmin=0, vmax=brightest, extent=(0, SIDE, SIDE, 0))
+        above.imshow(part.images[row, 0].numpy(), cmap="gray_r", vmin=0, vmax=1)
+        shown = below.imshow(maps[column].numpy(), cmap="viridis", vmin=0, vmax=brightest, extent=(0, SIDE, SIDE, 0))
         for ax in (above, below):
             ax.set(xticks=[], yticks=[])
         if column == 0:
