@@ -5,8 +5,8 @@ python -m examples.word_vectors --twin     trains, and shows neighbours beside t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -127,14 +127,14 @@ class System(runner.System):
     name = "word_vectors"
     title = "Word vectors"
     about = (
-        "Skip-gram with negative sampling (Mikolov et al. 2013): a word's vector tells its neighbours from other words. "
-        "Whoever only wants vectors calls seqkern.embeddings.Word2Vec, which is shown beside it."
+        "Skip-gram with negative sampling (Mikolov et al. 2013): a word's vector tells its neighbours from other "
+        "words. Whoever only wants vectors calls seqkern.embeddings.Word2Vec, which is shown beside it."
     )
     data = "docstrings of this Python's standard library, lower case; PSF licence; a tenth of the files is held out"
     metric, higher_is_better = "% of contexts found", True
     loss, tokens = "nats", "pairs"
     against, margin, target, tolerance = "counts of pairs", 1.0, 15.0, 1.0
-    recipes = {"skip-gram": Recipe(steps=2000, learning_rate=1e-2, weight_decay=0.1)}
+    recipes: ClassVar = {"skip-gram": Recipe(steps=2000, learning_rate=1e-2, weight_decay=0.1)}
 
     def model(self, variant: str) -> nn.Module:
         return seqkern.models.SkipGram(corpus().vocabulary, DIM)
