@@ -73,8 +73,8 @@ def drawn(function: Function, said: list[tuple[str, float]]) -> Exhibit:
             depths[node] = depths[parent] + 1
             children[parent].append(node)
     leaves = [node for node in range(len(function)) if not children[node]]
-    for place, node in enumerate(leaves):
-        rows[node] = float(place)
+    for line, node in enumerate(leaves):
+        rows[node] = float(line)
     for node in reversed(range(len(function))):  # children come after their parent
         if children[node]:
             rows[node] = sum(rows[child] for child in children[node]) / len(children[node])
@@ -87,7 +87,9 @@ def drawn(function: Function, said: list[tuple[str, float]]) -> Exhibit:
     for node, (depth, row) in enumerate(zip(depths, rows, strict=True)):
         token = vocabulary[function.tokens[node]]
         if children[node]:
-            ax.text(depth, row - 0.14, token.partition(":")[0], fontsize=9, color="#000000", ha="center", va="bottom")
+            above = depth % 2 == 0  # neighbours' tokens do not meet
+            place: Any = {"y": row - 0.14, "va": "bottom"} if above else {"y": row + 0.14, "va": "top"}
+            ax.text(depth, s=token, fontsize=9, color="#000000", ha="center", **place)
         else:
             ax.text(depth + 0.12, row, token, fontsize=10, color="#000000", va="center")
     ax.set(xlim=(-0.5, max(depths) + 2.2), ylim=(len(leaves) - 0.5, -0.9))
