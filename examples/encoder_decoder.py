@@ -24,8 +24,8 @@ class System(Pronouncing):
     title = "Encoder-decoder Transformer"
     about = (
         "The Transformer (Vaswani et al. 2017; Jurafsky and Martin, equations 9.31 to 9.42): an encoder of "
-        "self-attention, and a decoder that also attends to what the encoder made of the source; norms before the parts "
-        "of a block, rotary positions beside the sinusoidal ones. It turns the letters of English words into phones."
+        "self-attention, and a decoder that also attends to what the encoder made of the source; norms before the "
+        "parts of a block, rotary positions beside the sinusoidal ones. It turns letters of English words into phones."
     )
     rows = 32
     margin, target = 0.3, 12.5
