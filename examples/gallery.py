@@ -29,7 +29,8 @@ from seqkern import _explain
 
 # In the textbooks' order.
 SYSTEMS = (
-    "recurrent_lm", "tagger", "classifier", "seq2seq", "gpt", "encoder_decoder", "bert", "char_lm", "word_vectors",
+    "recurrent_lm", "tagger", "classifier", "seq2seq", "gpt", "encoder_decoder", "bert", "bert_classifier",
+    "char_lm", "word_vectors",
     "tree_classifier", "vit",
 )  # fmt: skip
 Chapter = dict[str, Any]

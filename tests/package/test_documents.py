@@ -38,6 +38,7 @@ def runs() -> list[pages.Run]:
 def test_the_pages_are_up_to_date(runs: list[pages.Run]) -> None:
     assert pages.results_page(runs) == PAGE, COMMAND
     assert pages.with_table(README, pages.readme_table(runs)) == README, COMMAND
+    assert pages.with_table(README, pages.systems_table(), pages.SYSTEMS) == README, COMMAND
     description = next(e for e in ElementTree.parse(pages.PICTURE).iter() if e.tag.endswith("}description"))
     assert json.loads(str(description.text)) == pages.ranges(runs), COMMAND
 
@@ -232,10 +233,41 @@ def test_readmes_table_is_that_of_the_stored_results() -> None:
     assert sentence + f"even in {even:,}, slower in {slower:,}." in README
 
 
+def test_readmes_systems_are_those_of_the_latest_stored_run() -> None:
+    files = [json.loads(path.read_text()) for path in RESULTS.glob("*/systems.json")]
+    stored = max(files, key=lambda file: file["created"])
+    (rows,) = (rows[1:] for _, rows in tables(README) if rows[0][0] == "system")
+    for row, system in zip(rows, stored["systems"], strict=True):
+        record = system["records"][0]
+        assert row[:2] == [f"[{system['title']}](examples/{system['name']}.py)", record["metric"]]
+        assert (ROOT / "examples" / f"{system['name']}.py").exists()
+        assert len(record["seeds"]) == 3
+        for library, cell in zip(("seqkern", "torch"), row[2:4], strict=True):
+            found = [seed["runs"][library]["metric"] for seed in record["seeds"]]
+            mean, deviation = map(float, cell.split(" ± "))
+            assert mean == pytest.approx(statistics.fmean(found), rel=1e-3)
+            assert deviation == pytest.approx(statistics.stdev(found), rel=0.06, abs=1e-9)
+        name = row[4].strip("*").split(", ", 1)[1]
+        best = sorted(record["baselines"].values(), reverse=record["higher_is_better"])[0]
+        assert record["baselines"][name] == best
+        lost = mean_of(record) < best if record["higher_is_better"] else mean_of(record) > best
+        assert row[4].startswith("**") == lost
+        ratio = statistics.median(seed["speed_ratio"] for seed in record["seeds"])
+        assert row[5] == (f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}**")
+        share = record["peak_bytes"]["seqkern"] / record["peak_bytes"]["torch"]
+        assert row[6] == (f"{share:.0%}" if share <= 1 else f"**{share:.0%}**")
+        assert all(check["passed"] for check in record["checks"])
+
+
+def mean_of(record: dict[str, Any]) -> float:
+    return statistics.fmean(seed["runs"]["seqkern"]["metric"] for seed in record["seeds"])
+
+
 def test_readme_is_short_and_has_no_other_figures() -> None:
-    start, end = pages.MARKERS
-    text = README[: README.index(start)] + README[README.index(end) :]
-    assert len(README.split()) <= 1300
+    text = README
+    for start, end in (pages.MARKERS, pages.SYSTEMS):
+        text = text[: text.index(start)] + text[text.index(end) :]
+    assert len(re.sub(r"^\|.*\n", "", README, flags=re.MULTILINE).split()) <= 900  # and three tables
     assert not re.findall(r"\d[\d.,]* ?(?:times|x faster|%|us\b|ms\b|GF/s|GB/s)", text)
 
 
