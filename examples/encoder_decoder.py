@@ -28,7 +28,7 @@ class System(Pronouncing):
         "parts of a block, rotary positions beside the sinusoidal ones. It turns letters of English words into phones."
     )
     rows = 32
-    margin, target = 0.3, 12.5
+    margin, target = 0.3, 12.0
     recipes: ClassVar = {name: Recipe(steps=2600, learning_rate=2.5e-3, warmup=200) for name in VARIANTS}
 
     def model(self, variant: str) -> nn.Module:
