@@ -185,7 +185,7 @@ def train(
     for step in range(recipe.steps):
         batch = next(batches)
         tokens += system.size(batch)
-        for run in runs.values():
+        for run in list(runs.values())[:: 1 if step % 2 else -1]:  # each is the first after the other work in turn
             run.step(batch, draws=1_000_003 * (seed + 1) + step)
         if recipe.evaluates_after(step):
             for run in runs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +21,18 @@ def padding_mask(lengths: Tensor | None, length: int) -> Tensor | None:
     return None if lengths is None else (torch.arange(length) < lengths[:, None])[:, None, None]
 
 
+@functools.lru_cache(maxsize=64)
+def rotation(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0, 1, ...: (length, width / 2)."""
+    angles = torch.arange(length, dtype=dtype)[:, None] * 10000.0 ** (-torch.arange(0, width, 2, dtype=dtype) / width)
+    return angles.cos(), angles.sin()
+
+
 def rotate(x: Tensor) -> Tensor:
     """Rotary positions 0, 1, ... of (B, H, N, D): pairs (x[i], x[i + D / 2]) turned by their position's angles."""
-    length, width = x.shape[-2:]
-    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+    cosines, sines = rotation(*x.shape[-2:], x.dtype)
     a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    return torch.cat([a * cosines - b * sines, a * sines + b * cosines], -1)
 
 
 class Attention(nn.Module):
@@ -123,6 +130,7 @@ class DecoderLayer(nn.Module):
         return self.norm3(x + self.ffn(x))
 
 
+@functools.lru_cache(maxsize=64)
 def sinusoidal(length: int, width: int) -> Tensor:
     """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i + 1) the cosine: (length, width)."""
     angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)

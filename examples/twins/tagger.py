@@ -58,7 +58,9 @@ class Tagger(nn.Module):
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if isinstance(self.encoder, nn.RNNBase):
-            x, _ = ragged(self.encoder, self.dropout(x), lengths)
+            # Read from left to right, padding behind a row's end changes nothing that counts: torch's fastest call.
+            x = self.dropout(x)
+            x, _ = ragged(self.encoder, x, lengths) if self.encoder.bidirectional else self.encoder(x)
         else:
             x = with_positions(x) if self.positions == "sinusoidal" else x
             x = self.encoder(self.dropout(x), lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -97,6 +98,62 @@ def test_both_versions_have_the_same_start_batches_and_draws() -> None:
     assert list(alone["seeds"][0]["runs"]) == ["seqkern"]
     assert alone["seeds"][0]["runs"]["seqkern"]["losses"] == record["seeds"][0]["runs"]["seqkern"]["losses"]
     json.dumps(record)
+
+
+class Deaf(Line):
+    """Slow by a hundredth of a second, and wrong in its third step alone."""
+
+    calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        time.sleep(0.01)
+        self.calls += 1
+        return super().loss(x, y) * (1.01 if self.calls == 3 else 1)
+
+
+class Slow(MadeUp):
+    nats = 2.0
+
+    def twin(self, variant: str) -> nn.Module:
+        return Deaf()
+
+
+def test_times_are_of_whole_steps_and_early_losses_of_all_of_them() -> None:
+    record, _ = runner.run(Slow(), "main", steps=12, memory=False)
+    (seed,) = record["seeds"]
+    assert seed["runs"]["torch"]["step_seconds"] > 0.01
+    assert seed["speed_ratio"] > 1.5
+    assert seed["early"] == pytest.approx(0.01 / 1.01, rel=1e-3)
+    assert [check["passed"] for check in record["checks"]] == [False]
+    run = runner.Run.start(Line(), runner.Recipe(9, 0.1, weight_decay=0.3, betas=(0.7, 0.8)))
+    (group,) = run.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"]) == (0.3, (0.7, 0.8))
+    same, _ = runner.run(MadeUp(), "main", steps=12, memory=False)
+    halves = [loss / 2 for loss in same["seeds"][0]["runs"]["seqkern"]["losses"]]
+    assert seed["runs"]["seqkern"]["losses"] == halves
+
+
+def test_versions_take_turns_in_being_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[bool] = []
+    plain = Line.loss
+
+    def noted(self: Line, x: Tensor, y: Tensor) -> Tensor:
+        order.append(self.reverse)
+        return plain(self, x, y)
+
+    monkeypatch.setattr(Line, "loss", noted)
+    runner.run(MadeUp(), "main", steps=4, memory=False)
+    assert order == [False, True, True, False, False, True, True, False]
+
+
+def test_memory_is_of_each_library_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peaks(tasks: list[Any]) -> Iterator[int]:
+        return iter([{"torch": 8, "seqkern": 6}[task.arguments["library"]] for task in tasks])
+
+    monkeypatch.setattr(runner, "peaks_in_fresh_processes", peaks)
+    record, _ = runner.run(MadeUp(), "main", steps=2)
+    assert record["peak_bytes"] == {"torch": 8, "seqkern": 6}
+    assert systems.memory_share(record) == 0.75
 
 
 def checked(ours: list[float], theirs: list[float] | None, early: float = 0.0, variant: str = "main") -> list[bool]:
@@ -197,6 +254,7 @@ def test_memory_is_of_a_step_after_the_first(name: str) -> None:
     for library in runner.LIBRARIES:
         work: Any = runner.prepare_step(name, variant, library)
         (run,) = (cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, runner.Run))
+        assert type(run.model).__module__.startswith("examples.twins" if library == "torch" else "seqkern.models")
         assert len(run.losses) == 1
         assert all(parameter.grad is None for parameter in run.model.parameters())
         work()
