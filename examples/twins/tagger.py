@@ -61,6 +61,7 @@ class Tagger(nn.Module):
             # Read from left to right, padding behind a row's end changes nothing that counts: torch's fastest call.
             x = self.dropout(x)
             x, _ = ragged(self.encoder, x, lengths) if self.encoder.bidirectional else self.encoder(x)
+            x = x.contiguous()  # dropout draws in the order of memory
         else:
             x = with_positions(x) if self.positions == "sinusoidal" else x
             x = self.encoder(self.dropout(x), lengths)
