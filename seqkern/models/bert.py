@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, linear
 from torch.types import Device
 
 import seqkern
+from seqkern.models._checks import check_heads, check_positive
 
 
 def mask_tokens(
@@ -35,6 +36,9 @@ def mask_tokens(
     Returns:
         Inputs (B, T), and targets (B, T): the token where a position was chosen, else -100.
 
+    Raises:
+        ValueError: a share that is no probability, specials or a mask_token that are not in the vocabulary.
+
     Source: Devlin et al. 2019, section 3.1.
 
     Example:
@@ -49,6 +53,8 @@ def mask_tokens(
         raise ValueError(f"mask_tokens: share must be in [0, 1], got {share}")
     if not 0 <= specials < vocab_size:
         raise ValueError(f"mask_tokens: specials must be at least 0 and below vocab_size, got {specials}")
+    if not 0 <= mask_token < vocab_size:
+        raise ValueError(f"mask_tokens: mask_token must be at least 0 and below vocab_size, got {mask_token}")
     options: Any = {"generator": generator, "device": tokens.device}
     real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     chosen = (torch.rand(tokens.shape, **options) < share) & real & (tokens >= specials)
@@ -77,10 +83,10 @@ class BERT(torch.nn.Module):
         device, dtype: of the parameters. Matrices begin normal with the standard deviation d_model^-1/2.
 
     Shape: forward(tokens (B, T), lengths=None) returns the last states (B, T, d_model). lengths (B,), of texts with
-    padding behind them: no state of a text depends on it; the states at padding mean nothing.
+    padding behind them: no state of a text depends on it; the states at padding mean nothing. Lengths are cut to T.
 
     Raises:
-        ValueError: a table without rows, local below 1; what the modules raise.
+        ValueError: a number below 1, or an nhead that does not divide d_model; what the modules raise.
 
     Source: Devlin et al. 2019; the blocks: Vaswani et al. 2017; blocks that see near tokens in turn with those that see
     all: Warner et al. 2024 (ModernBERT). Jurafsky and Martin, equations 9.31 to 9.38.
@@ -107,10 +113,11 @@ class BERT(torch.nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if max_len < 1:
-            raise ValueError(f"BERT: max_len must be at least 1, got {max_len}")
-        if local is not None and local < 1:
-            raise ValueError(f"BERT: local must be at least 1, got {local}")
+        check_heads("BERT", nhead, d_model=d_model)
+        check_positive(
+            "BERT", vocab_size=vocab_size, num_layers=num_layers, dim_feedforward=dim_feedforward, max_len=max_len,
+            local=local,
+        )  # fmt: skip
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.dropout = dropout
@@ -163,7 +170,8 @@ class MaskedLM(torch.nn.Module):
 
     Shape: forward(tokens (B, T), lengths=None, chosen=None) returns logits, (B, T, V), or (n, V) of the n positions
     where chosen, bool (B, T), is True. `loss(tokens, targets, lengths=None)`: the mean of -log P(target) in nats;
-    targets, (B, T), are -100 where the token was not chosen. `mask_tokens` makes both.
+    targets, (B, T), are -100 where the token was not chosen. `mask_tokens` makes both. Where none was chosen in a whole
+    batch the loss is nan, as a mean of nothing is.
 
     Source: Devlin et al. 2019.
 
@@ -213,7 +221,7 @@ class BERTClassifier(torch.nn.Module):
     (B,): the mean of -log P(target) in nats.
 
     Raises:
-        ValueError: an unknown pool.
+        ValueError: an unknown pool, or no classes.
 
     Source: Devlin et al. 2019; mean: Jurafsky and Martin, equation 9.14.
 
@@ -228,6 +236,7 @@ class BERTClassifier(torch.nn.Module):
     ) -> None:
         if pool not in ("first", "mean"):
             raise ValueError(f"BERTClassifier: pool must be first or mean, got {pool!r}")
+        check_positive("BERTClassifier", num_classes=num_classes)
         super().__init__()
         self.bert, self.pool = bert, pool
         like = bert.embedding.weight

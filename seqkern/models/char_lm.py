@@ -12,6 +12,8 @@ from torch.types import Device
 
 import seqkern
 from seqkern.generation import Chunk
+from seqkern.models._checks import check_positive
+from seqkern.models.recurrent_lm import swapped
 
 
 class CharAwareLM(torch.nn.Module):
@@ -41,7 +43,8 @@ class CharAwareLM(torch.nn.Module):
     `logits(hidden)` (..., V). `start` and `step`: for `seqkern.generate`.
 
     Raises:
-        ValueError: tables that do not fit each other or vocab_size; no filters.
+        ValueError: tables that do not fit each other or vocab_size, lengths beyond the table; no filters; a number
+            below 1.
 
     Source: Kim, Jernite, Sontag and Rush, "Character-Aware Neural Language Models", 2016.
 
@@ -83,12 +86,26 @@ class CharAwareLM(torch.nn.Module):
             raise ValueError(f"CharAwareLM: vocab_size must be from 1 to {len(characters)} words, got {vocab_size}")
         if not filters or min(filters) < 1:
             raise ValueError(f"CharAwareLM: filters must be at least 1 of each width, got {tuple(filters)}")
+        check_positive(
+            "CharAwareLM", char_dim=char_dim, hidden_size=hidden_size, num_layers=num_layers,
+            highway_layers=highway_layers,
+        )  # fmt: skip
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        if shortest < 1 or longest > characters.shape[1]:
+            raise ValueError(
+                f"CharAwareLM: lengths must be from 1 to {characters.shape[1]}, the table's columns, "
+                f"got {shortest} to {longest}"
+            )
+        lowest, kinds = int(characters.min()), int(characters.max()) + 1
+        if lowest < 0:
+            raise ValueError(f"CharAwareLM: characters must be at least 0, got {lowest}")
+        if num_characters is not None and num_characters < kinds:
+            raise ValueError(f"CharAwareLM: num_characters must be at least {kinds}, the table's, got {num_characters}")
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.register_buffer("characters", characters.to(device))
         self.register_buffer("lengths", lengths.to(device))
-        kinds = int(characters.max()) + 1 if num_characters is None else num_characters
-        self.embedding = torch.nn.Embedding(kinds, char_dim, **factory)
+        self.embedding = torch.nn.Embedding(num_characters or kinds, char_dim, **factory)
         self.convolutions = torch.nn.ModuleList(
             torch.nn.Conv1d(char_dim, count, width, **factory) for width, count in enumerate(filters, 1)
         )
@@ -132,6 +149,6 @@ class CharAwareLM(torch.nn.Module):
         return None
 
     def step(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
-        """Logits after each word of a chunk, and the state after it."""
-        hidden, state = self(chunk.tokens, state, chunk.lengths)
-        return self.logits(hidden), state
+        """Logits after each word of a chunk, and the state after it, rows first: beam search reorders them."""
+        hidden, state = self(chunk.tokens, swapped(state), chunk.lengths)
+        return self.logits(hidden), swapped(state)

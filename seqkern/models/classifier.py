@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.types import Device
 
 import seqkern
+from seqkern.models._checks import check_heads, check_positive
 from seqkern.models.tagger import CELLS, Embedding, forget_slowly, make_encoder
 
 Pool = Literal["last", "mean", "max"]
@@ -58,7 +59,7 @@ class RNNClassifier(SequenceClassifier):
     `loss(tokens, labels, lengths)`, labels (B,): the mean of -log P(label) in nats. `pooled`: what V is applied to.
 
     Raises:
-        ValueError: an unknown cell or pool.
+        ValueError: an unknown cell or pool, or a number below 1; lengths beyond T.
 
     Source: mean pooling: Jurafsky and Martin, section 9.4 and equation 9.14; bidirectional: section 9.5; maximum:
     Conneau et al. 2017.
@@ -91,6 +92,10 @@ class RNNClassifier(SequenceClassifier):
             raise ValueError(f"RNNClassifier: cell must be one of {', '.join(CELLS)}, got {cell!r}")
         if pool not in ("last", "mean", "max"):
             raise ValueError(f"RNNClassifier: pool must be last, mean or max, got {pool!r}")
+        check_positive(
+            "RNNClassifier", vocab_size=vocab_size, num_classes=num_classes, embedding_dim=embedding_dim,
+            hidden_size=hidden_size, num_layers=num_layers,
+        )  # fmt: skip
         factory: Any = {"device": device, "dtype": dtype}
         super().__init__(hidden_size * (2 if bidirectional else 1), num_classes, dropout, factory)
         self.pool: Pool = pool
@@ -119,10 +124,11 @@ class CNNClassifier(SequenceClassifier):
         dropout: of embeddings and of the maxima, in training.
         device, dtype: of the parameters.
 
-    Shape: as `RNNClassifier`; a row shorter than a window is filled with zeros. `pooled` (B, filters * len(widths)).
+    Shape: as `RNNClassifier`; a row shorter than a window is filled with zeros, lengths beyond T are cut to T.
+    `pooled` (B, filters * len(widths)).
 
     Raises:
-        ValueError: no widths.
+        ValueError: no widths, or a number below 1.
 
     Source: Kim 2014, CNN-rand; Collobert et al. 2011.
 
@@ -147,6 +153,10 @@ class CNNClassifier(SequenceClassifier):
     ) -> None:
         if not widths or min(widths) < 1:
             raise ValueError(f"CNNClassifier: widths must be one or more positive numbers, got {tuple(widths)}")
+        check_positive(
+            "CNNClassifier", vocab_size=vocab_size, num_classes=num_classes, embedding_dim=embedding_dim,
+            filters=filters,
+        )  # fmt: skip
         factory: Any = {"device": device, "dtype": dtype}
         super().__init__(filters * len(widths), num_classes, dropout, factory)
         self.embedding = Embedding(vocab_size, embedding_dim, **factory)
@@ -174,7 +184,10 @@ class TransformerClassifier(SequenceClassifier):
         dropout: of embeddings and of the mean, in training.
         device, dtype: of the parameters. Positions are Vaswani's, of any length.
 
-    Shape: as `RNNClassifier`. `pooled` (B, d_model).
+    Shape: as `RNNClassifier`; lengths beyond T are cut to T. `pooled` (B, d_model).
+
+    Raises:
+        ValueError: a number below 1, an odd d_model, or an nhead that does not divide it.
 
     Source: Vaswani et al. 2017; mean: Jurafsky and Martin, equation 9.14.
 
@@ -198,6 +211,11 @@ class TransformerClassifier(SequenceClassifier):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_heads("TransformerClassifier", nhead, sinusoidal=True, d_model=d_model)
+        check_positive(
+            "TransformerClassifier", vocab_size=vocab_size, num_classes=num_classes, num_layers=num_layers,
+            dim_feedforward=dim_feedforward,
+        )  # fmt: skip
         factory: Any = {"device": device, "dtype": dtype}
         super().__init__(d_model, num_classes, dropout, factory)
         self.embedding = Embedding(vocab_size, d_model, positions=True, **factory)

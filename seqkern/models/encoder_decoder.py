@@ -12,6 +12,7 @@ from torch.types import Device
 
 import seqkern
 from seqkern.generation import Chunk
+from seqkern.models._checks import check_heads, check_positive
 from seqkern.models.seq2seq import SourceMemory
 from seqkern.nn import AttentionCache, RotaryEmbedding, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder
 from seqkern.nn import TransformerEncoderLayer as EncoderLayer
@@ -44,10 +45,11 @@ class EncoderDecoder(torch.nn.Module):
     targets of -100 do not count. `weights(source, source_lengths, target_in, layer=-1, rows=None)`: the decoder's
     attention to the source in one layer, a mean over heads, of all positions or those of `rows` (n,): (B, n, S).
     `logits(hidden)`. `encode(source, source_lengths)`: Z (B, S, d_model). `start(source, source_lengths, longest)` and
-    `step`: for `seqkern.generate`, with caches of keys and values. `translate`: the outputs.
+    `step`: for `seqkern.generate`, with caches of keys and values. `translate`: the outputs. Lengths are cut to S.
 
     Raises:
-        ValueError: an odd d_model, or one that is no multiple of nhead; what the modules raise.
+        ValueError: an odd d_model, or one that is no multiple of nhead; rotary with an odd d_model / nhead; a number
+            below 1; what the modules raise.
 
     Source: Vaswani et al. 2017; norm_first: Xiong et al. 2020; tied weights: Press and Wolf 2017. Jurafsky and Martin,
     equations 9.31 to 9.42.
@@ -79,10 +81,12 @@ class EncoderDecoder(torch.nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if d_model % 2:
-            raise ValueError(f"EncoderDecoder: d_model must be even, for sinusoidal positions, got {d_model}")
-        if nhead < 1 or d_model % nhead:
-            raise ValueError(f"EncoderDecoder: nhead must divide d_model, {d_model}, got {nhead}")
+        check_heads("EncoderDecoder", nhead, rotary, sinusoidal=True, d_model=d_model)
+        check_positive(
+            "EncoderDecoder", source_vocab=source_vocab, target_vocab=target_vocab,
+            num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers,
+            dim_feedforward=dim_feedforward,
+        )  # fmt: skip
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         options: Any = factory | {"dropout": dropout, "batch_first": True, "norm_first": norm_first}

@@ -10,6 +10,7 @@ from torch.types import Device
 
 import seqkern
 from seqkern.generation import Chunk
+from seqkern.models._checks import check_heads, check_positive
 from seqkern.nn import AttentionCache, MultiheadAttention
 from seqkern.ops.ffn import Activation
 
@@ -41,6 +42,8 @@ class GPTBlock(torch.nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_heads("GPTBlock", nhead, rotary, d_model=d_model)
+        check_positive("GPTBlock", dim_feedforward=dim_feedforward)
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         rope = seqkern.nn.RotaryEmbedding(d_model // nhead) if rotary else None
@@ -57,7 +60,7 @@ class GPTBlock(torch.nn.Module):
     def forward(self, x: Tensor, cache: AttentionCache | None = None) -> Tensor:
         if not self.norm_first:
             x, _ = self.norm1(self._attend(x, cache), x)
-            x, _ = self.norm2(self.ffn(x), x)
+            x, _ = self.norm2(self.ffn(x).to(x.dtype), x)
             return x
         normal, x = self.norm1(x)
         normal, x = self.norm2(self._attend(normal, cache), x)  # dropout, residual connection and norm in one pass
@@ -66,7 +69,7 @@ class GPTBlock(torch.nn.Module):
     def _attend(self, x: Tensor, cache: AttentionCache | None) -> Tensor:
         options: Any = {"is_causal": True} if cache is None else {"cache": cache}
         attended: Tensor = self.attention(x, x, x, need_weights=False, **options)[0]
-        return attended
+        return attended.to(x.dtype)  # autocast's is narrower than the residual
 
 
 class GPT(torch.nn.Module):
@@ -97,7 +100,8 @@ class GPT(torch.nn.Module):
     `step`: for `seqkern.generate`, with caches of keys and values.
 
     Raises:
-        ValueError: unknown positions or norm; what the modules raise.
+        ValueError: unknown positions or norm, an nhead that does not divide d_model, a size that is odd where positions
+            are pairs, a number below 1; what the modules raise.
 
     Source: Radford et al. 2018 and 2019; Touvron et al. 2023; rotary positions: Su et al. 2021. Jurafsky and Martin,
     section 9.8 and equations 9.31 to 9.38.
@@ -135,6 +139,11 @@ class GPT(torch.nn.Module):
             raise ValueError(f"GPT: positions must be learned, sinusoidal or rotary, got {positions!r}")
         if norm not in ("layer", "rms"):
             raise ValueError(f"GPT: norm must be layer or rms, got {norm!r}")
+        check_heads("GPT", nhead, positions == "rotary", positions == "sinusoidal", d_model=d_model)
+        check_positive(
+            "GPT", vocab_size=vocab_size, num_layers=num_layers, dim_feedforward=dim_feedforward, max_len=max_len,
+            num_kv_heads=num_kv_heads,
+        )  # fmt: skip
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.embedding = torch.nn.Embedding(vocab_size, d_model, **factory)

@@ -11,6 +11,7 @@ from torch.types import Device
 
 import seqkern
 from seqkern.generation import Chunk
+from seqkern.models._checks import check_positive
 from seqkern.nn import GRU, LSTM, RNN, LayerNorm, LinearCrossEntropy
 
 _CELLS: dict[str, Any] = {"lstm": LSTM, "gru": GRU, "rnn": RNN}
@@ -39,7 +40,7 @@ class RecurrentLM(torch.nn.Module):
     targets of -100 do not count. `logits(hidden)` (..., V). `start` and `step`: for `seqkern.generate`.
 
     Raises:
-        ValueError: an unknown cell, or tied weights of two sizes.
+        ValueError: an unknown cell, tied weights of two sizes, or a number below 1.
 
     Source: Elman 1990; Hochreiter and Schmidhuber 1997; Cho et al. 2014; Mikolov et al. 2010; weight tying: Press and
     Wolf 2017. Jurafsky and Martin, chapter 9, equations 9.10 to 9.13.
@@ -74,6 +75,10 @@ class RecurrentLM(torch.nn.Module):
             raise ValueError(
                 f"RecurrentLM: tie_weights needs embedding_dim = hidden_size, got {embedding_dim} and {hidden_size}"
             )
+        check_positive(
+            "RecurrentLM", vocab_size=vocab_size, embedding_dim=embedding_dim, hidden_size=hidden_size,
+            num_layers=num_layers,
+        )  # fmt: skip
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.embedding = torch.nn.Embedding(vocab_size, embedding_dim, **factory)
@@ -108,12 +113,12 @@ class RecurrentLM(torch.nn.Module):
 
     def step(self, chunk: Chunk, state: Any) -> tuple[Tensor, Any]:
         """Logits after each token of a chunk, and the state after it, rows first: beam search reorders them."""
-        hidden, state = self(chunk.tokens, _swapped(state), chunk.lengths)
-        return self.logits(hidden), _swapped(state)
+        hidden, state = self(chunk.tokens, swapped(state), chunk.lengths)
+        return self.logits(hidden), swapped(state)
 
 
-def _swapped(state: Any) -> Any:
+def swapped(state: Any) -> Any:
     """(layers, rows, hidden_size) and (rows, layers, hidden_size), the one from the other."""
     if isinstance(state, tuple):
-        return tuple(map(_swapped, state))
+        return tuple(map(swapped, state))
     return None if state is None else state.transpose(0, 1)

@@ -11,6 +11,7 @@ from torch.types import Device
 
 import seqkern
 from seqkern.generation import Chunk
+from seqkern.models._checks import check_positive
 from seqkern.nn import GRU, LSTM, AttentionDecoder, LinearCrossEntropy
 
 _CELLS = {"gru": GRU, "lstm": LSTM}
@@ -68,9 +69,10 @@ class RNNEncoderDecoder(torch.nn.Module):
     and `step`: for `seqkern.generate`, whose prompt is the token that begins a target. `translate`: the outputs.
 
     Raises:
-        ValueError: an unknown cell, an odd hidden_size; what the modules raise; in `step` prompts of different lengths.
+        ValueError: an unknown cell, an odd hidden_size, a number below 1; what the modules raise; in `step`
+            prompts of different lengths.
 
-    Source: Bahdanau et al. 2015; Luong et al. 2015; Sutskever et al. 2014. Jurafsky and Martin, chapter 9: attention.
+    Source: Bahdanau et al. 2015; Luong et al. 2015; Sutskever et al. 2014. Jurafsky and Martin, chapter 10.
 
     Example:
         >>> import torch, seqkern
@@ -102,6 +104,10 @@ class RNNEncoderDecoder(torch.nn.Module):
             raise ValueError(f"RNNEncoderDecoder: cell must be one of {', '.join(_CELLS)}, got {cell!r}")
         if hidden_size % 2:
             raise ValueError(f"RNNEncoderDecoder: hidden_size must be even, for two directions, got {hidden_size}")
+        check_positive(
+            "RNNEncoderDecoder", source_vocab=source_vocab, target_vocab=target_vocab, embedding_dim=embedding_dim,
+            hidden_size=hidden_size, num_layers=num_layers,
+        )  # fmt: skip
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.source_embedding = torch.nn.Embedding(source_vocab, embedding_dim, **factory)

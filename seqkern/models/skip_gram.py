@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.types import Device
 
 import seqkern
+from seqkern.models._checks import check_positive
 
 
 class SkipGram(torch.nn.Module):
@@ -26,6 +27,9 @@ class SkipGram(torch.nn.Module):
     negatives)`, (B,), (B,) and (B, K): the mean of an example's loss in nats. A negative that is the example's context
     counts nothing.
 
+    Raises:
+        ValueError: a number below 1.
+
     Source: Mikolov et al., "Distributed Representations of Words and Phrases and their Compositionality", 2013.
 
     Example:
@@ -41,8 +45,7 @@ class SkipGram(torch.nn.Module):
         self, vocab_size: int, dim: int, *, sparse: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        if dim < 1:
-            raise ValueError(f"SkipGram: dim must be at least 1, got {dim}")
+        check_positive("SkipGram", vocab_size=vocab_size, dim=dim)
         super().__init__()
         self.sparse = sparse
         self.vectors = torch.nn.Parameter(torch.empty(vocab_size, dim, device=device, dtype=dtype))

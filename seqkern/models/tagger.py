@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 import seqkern
+from seqkern.models._checks import check_heads, check_positive
 from seqkern.nn import GRU, LSTM, RNN
 
 CELLS: dict[str, Any] = {"lstm": LSTM, "gru": GRU, "rnn": RNN}
@@ -72,10 +73,11 @@ class Tagger(torch.nn.Module):
 
     Shape: forward(tokens (B, T), lengths (B,)) returns the states (B, T, features); without lengths rows have no
     padding. `loss(tokens, tags, lengths)`: the mean of -log P(tag) in nats; tags of -100 and those behind a row's end
-    do not count. `logits(hidden)` (..., num_tags).
+    do not count. `logits(hidden)` (..., num_tags). The transformer cuts lengths beyond T to T.
 
     Raises:
-        ValueError: an unknown encoder, cell or kind of positions.
+        ValueError: an unknown encoder, cell or kind of positions, an nhead that does not divide the transformer's size, a
+            size that is odd where positions are pairs, a number below 1; lengths beyond T, of recurrent networks.
 
     Source: Jurafsky and Martin, section 9.4; bidirectional: section 9.5, Schuster and Paliwal 1997, Huang et al. 2015;
     Vaswani et al. 2017; rotary positions: Su et al. 2021.
@@ -111,6 +113,12 @@ class Tagger(torch.nn.Module):
             raise ValueError(f"Tagger: cell must be one of {', '.join(CELLS)}, got {cell!r}")
         if positions not in ("rotary", "sinusoidal"):
             raise ValueError(f"Tagger: positions must be rotary or sinusoidal, got {positions!r}")
+        check_positive(
+            "Tagger", vocab_size=vocab_size, num_tags=num_tags, embedding_dim=embedding_dim, hidden_size=hidden_size,
+            num_layers=num_layers,
+        )  # fmt: skip
+        if encoder == "transformer":
+            check_heads("Tagger", nhead, positions == "rotary", positions == "sinusoidal", embedding_dim=embedding_dim)
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         added = encoder == "transformer" and positions == "sinusoidal"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 import seqkern
+from seqkern.models._checks import check_positive
 from seqkern.ops.tree_lstm import TreeSchedule
 
 
@@ -37,7 +38,8 @@ class TreeClassifier(torch.nn.Module):
     nats.
 
     Raises:
-        ValueError: an unknown kind or pool, a pool without lengths, or lengths that do not fit; what the modules raise.
+        ValueError: an unknown kind or pool, a number below 1, a pool without lengths, or lengths that are not the
+            schedule's (on a CPU: reading them on a GPU would wait for it); what the modules raise.
 
     Source: Tai, Socher and Manning 2015, equations 2 to 14 and section 4.1.
 
@@ -69,6 +71,10 @@ class TreeClassifier(torch.nn.Module):
             raise ValueError(f"TreeClassifier: kind must be child_sum or nary, got {kind!r}")
         if pool not in ("root", "max", "mean"):
             raise ValueError(f"TreeClassifier: pool must be root, max or mean, got {pool!r}")
+        check_positive(
+            "TreeClassifier", vocab_size=vocab_size, num_classes=num_classes, embedding_dim=embedding_dim,
+            hidden_size=hidden_size, slots=slots,
+        )  # fmt: skip
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.embedding = torch.nn.Embedding(vocab_size, embedding_dim, **factory)
@@ -94,6 +100,10 @@ class TreeClassifier(torch.nn.Module):
                 raise ValueError(
                     f"TreeClassifier: pool {self.pool!r} needs lengths of the {len(found)} trees, got {got}"
                 )
+            if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not _fits(lengths, schedule):
+                raise ValueError(
+                    f"TreeClassifier: lengths must be those of the schedule's trees, got {lengths.tolist()}"
+                )
             starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
             found = torch.cat([found, seqkern.sequence_pool(hidden, kind=self.pool, cu_seqlens=starts)], 1)
         return self.dropout(found)
@@ -106,3 +116,12 @@ class TreeClassifier(torch.nn.Module):
     ) -> Tensor:  # fmt: skip
         found: Tensor = self.head(self.read(tokens, schedule, lengths), labels)
         return found
+
+
+def _fits(lengths: Tensor, schedule: TreeSchedule) -> bool:
+    """Whether each stretch of nodes is one tree: it has its root, and no edge leaves it."""
+    if bool((lengths < 1).any()) or int(lengths.sum()) != schedule.nodes:
+        return False
+    tree = torch.repeat_interleave(lengths)
+    parents = schedule.order.repeat_interleave(schedule.child_starts.diff())
+    return torch.equal(tree[schedule.roots], torch.arange(len(lengths))) and torch.equal(tree[parents], tree[schedule.children])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 import seqkern
+from seqkern.models._checks import check_heads, check_positive
 
 
 class ViT(torch.nn.Module):
@@ -37,8 +38,9 @@ class ViT(torch.nn.Module):
     class token of a block sees the patches, (B, nhead, rows of patches, columns); the rest of 1 is its own weight.
 
     Raises:
-        ValueError: a patch_size that does not divide image_size, an unknown pool, images of another shape, attention
-            maps of a model without class token; what the modules raise.
+        ValueError: a patch_size that does not divide image_size, an nhead that does not divide d_model, a number below
+            1, an unknown pool, images of another shape, attention maps of a model without class token; what the
+            modules raise.
 
     Source: Dosovitskiy et al. 2021.
 
@@ -71,6 +73,10 @@ class ViT(torch.nn.Module):
             raise ValueError(f"ViT: patch_size must divide image_size {image_size}, got {patch_size}")
         if pool not in ("cls", "mean"):
             raise ValueError(f"ViT: pool must be cls or mean, got {pool!r}")
+        check_heads("ViT", nhead, d_model=d_model)
+        check_positive(
+            "ViT", num_classes=num_classes, num_layers=num_layers, dim_feedforward=dim_feedforward, channels=channels,
+        )  # fmt: skip
         super().__init__()
         factory: Any = {"device": device, "dtype": dtype}
         self.shape = (channels, image_size, image_size)
@@ -104,8 +110,8 @@ class ViT(torch.nn.Module):
             raise ValueError(f"ViT: images must have shape (B, {', '.join(map(str, self.shape))}), "
                              f"got {tuple(images.shape)}")  # fmt: skip
         p, side = self.patch_size, self.side
-        cut = images.reshape(len(images), -1, side, p, side, p)  # (B, channels, rows, P, columns, P)
-        return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(images), side * side, -1)
+        cut = images.unflatten(-1, (side, p)).unflatten(-3, (side, p))  # (B, channels, rows, P, columns, P)
+        return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(images), side * side, self.shape[0] * p * p)
 
     def embed(self, images: Tensor) -> Tensor:
         """What the first block reads, (B, N or N + 1, d_model)."""

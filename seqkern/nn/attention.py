@@ -118,7 +118,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError(
                 f"MultiheadAttention: num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}"
             )
-        if head_dim is not None and (not isinstance(head_dim, int) or head_dim <= 0):
+        if head_dim is not None and (type(head_dim) is not int or head_dim <= 0):
             raise ValueError(f"MultiheadAttention: head_dim must be a positive whole number, got {head_dim}")
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
