@@ -76,8 +76,8 @@ class Tagger(torch.nn.Module):
     do not count. `logits(hidden)` (..., num_tags). The transformer cuts lengths beyond T to T.
 
     Raises:
-        ValueError: an unknown encoder, cell or kind of positions, an nhead that does not divide the transformer's size, a
-            size that is odd where positions are pairs, a number below 1; lengths beyond T, of recurrent networks.
+        ValueError: an unknown encoder, cell or kind of positions, an nhead that does not divide the transformer's size,
+            a size that is odd where positions are pairs, a number below 1; lengths beyond T, of recurrent networks.
 
     Source: Jurafsky and Martin, section 9.4; bidirectional: section 9.5, Schuster and Paliwal 1997, Huang et al. 2015;
     Vaswani et al. 2017; rotary positions: Su et al. 2021.

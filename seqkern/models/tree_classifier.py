@@ -124,4 +124,5 @@ def _fits(lengths: Tensor, schedule: TreeSchedule) -> bool:
         return False
     tree = torch.repeat_interleave(lengths)
     parents = schedule.order.repeat_interleave(schedule.child_starts.diff())
-    return torch.equal(tree[schedule.roots], torch.arange(len(lengths))) and torch.equal(tree[parents], tree[schedule.children])
+    own = torch.equal(tree[schedule.roots], torch.arange(len(lengths)))
+    return own and torch.equal(tree[parents], tree[schedule.children])

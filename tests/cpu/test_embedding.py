@@ -295,6 +295,17 @@ def test_empty(shape, classes, columns, isa):
     assert not grad.any()
 
 
+@pytest.mark.parametrize("offset", [3, "rows"])
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_empty_at_sinusoidal_positions(shape, offset, isa):
+    weight = torch.randn(5, 4, requires_grad=True)
+    offset = torch.zeros(shape[:-1], dtype=torch.int64) if offset == "rows" else offset
+    y = seqkern.embedding(torch.zeros(shape, dtype=torch.int64), weight, positions="sinusoidal", offset=offset)
+    assert y.shape == (*shape, 4)
+    (grad,) = torch.autograd.grad(y.sum(), weight)
+    assert not grad.any()
+
+
 def test_a_nan_stays_in_its_tokens(isa):
     ids, weight = torch.tensor([0, 1, 2, 1]), draw(4, 20, dtype=torch.float32)
     weight[1, 7] = torch.nan

@@ -341,7 +341,7 @@ def test_dropout_keeps_the_shape_and_the_mean(need_weights: bool) -> None:
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [0, -4, 2.5, "4"])
+@pytest.mark.parametrize("head_dim", [0, -4, 2.5, "4", True])
 def test_bad_sizes_are_named(head_dim: Any) -> None:
     message = f"MultiheadAttention: head_dim must be a positive whole number, got {head_dim}"
     with pytest.raises(ValueError, match=message):

@@ -147,11 +147,19 @@ def test_rows_that_are_not_masked_have_no_part_in_the_loss() -> None:
         (lambda: BERTClassifier(BERT(10, 8, 2, 1), 3, pool="last"), "pool"),  # type: ignore[arg-type]
         (lambda: mask_tokens(torch.ones(1, 1).long(), torch.ones(1), torch.Generator(), 9, 2, 1.5), "share"),
         (lambda: mask_tokens(torch.ones(1, 1).long(), torch.ones(1), torch.Generator(), 9, 2, specials=9), "specials"),
+        (lambda: mask_tokens(torch.ones(1, 1).long(), torch.ones(1), torch.Generator(), 9, 9), "mask_token must"),
+        (lambda: mask_tokens(torch.ones(1, 1).long(), torch.ones(1), torch.Generator(), 9, -1), "mask_token must"),
     ],
 )
 def test_bad_arguments_are_named(call: Any, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         call()
+
+
+def test_a_loss_of_nothing_is_nan() -> None:
+    model, _ = models({})
+    inputs, targets, lengths = batch()
+    assert model.loss(inputs, torch.full_like(targets, -100), lengths).isnan()
 
 
 def test_texts_beyond_the_table_of_positions_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -93,6 +94,23 @@ def test_greedy_words_are_the_full_passs() -> None:
     assert len(found[:, 4:].unique()) > 1
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_beams_carry_the_state(layers: int) -> None:
+    """The best of beam search over all continuations is the best of all that there are."""
+    torch.manual_seed(0)
+    model = CharAwareLM(*(t[:4] for t in spelt()), 4, 6, (3, 4, 5), 8, layers, dtype=torch.float64).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    prompt = torch.randint(4, (1, 3))
+    found = seqkern.generate(model.step, model.start(1, 6), prompt, max_new_tokens=3, beams=16, length_penalty=0.0)
+    every = torch.tensor(list(itertools.product(range(4), repeat=3)))
+    with torch.no_grad():
+        texts = torch.cat([prompt.expand(64, 3), every], 1)
+        logits = model.logits(model(texts[:, :-1])[0])[:, 2:]
+    scores = logits.log_softmax(-1).gather(2, every[..., None]).sum((1, 2))
+    assert torch.equal(found.tokens[0, 3:], every[scores.argmax()])
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -102,6 +120,11 @@ def test_greedy_words_are_the_full_passs() -> None:
         ({"vocab_size": 0}, "vocab_size"),
         ({"filters": ()}, "filters"),
         ({"filters": (3, 0)}, "filters"),
+        ({"lengths": torch.arange(WORDS) % 9}, "lengths must be from 1 to 9, .* got 0 to 8"),
+        ({"lengths": torch.arange(WORDS) % 10 + 1}, "lengths must be from 1 to 9, .* got 1 to 10"),
+        ({"characters": spelt()[0] - 1}, "characters must be at least 0, got -1"),
+        ({"num_characters": 14}, "num_characters must be at least 15, the table's, got 14"),
+        ({"num_characters": 0}, "num_characters must be at least 15"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], name: str) -> None:

@@ -162,6 +162,18 @@ def test_dropout_is_of_training_alone() -> None:
     assert model.loss(*batch) == model.loss(*batch)
 
 
+def test_dropout_of_both_embeddings() -> None:
+    torch.manual_seed(0)
+    model = EncoderDecoder(*SIZES, dropout=0.5)
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        layer.eval()
+    source, lengths, target_in, _ = ragged()
+    memory = model.encode(source, lengths)
+    assert not torch.equal(memory, model.encode(source, lengths))
+    once, again = (model._decode(target_in, memory, lengths) for _ in range(2))
+    assert not torch.equal(once, again)
+
+
 def test_layers_start_at_their_own_numbers() -> None:
     model, _ = models({})
     first, second, third = model.decoder.layers

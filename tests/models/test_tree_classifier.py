@@ -146,6 +146,25 @@ def test_a_pool_needs_lengths(lengths):
         model.loss(tokens, schedule, labels, lengths)
 
 
+@pytest.mark.parametrize("pool", ["max", "mean"])
+@pytest.mark.parametrize(
+    ("trees", "lengths"),
+    [
+        ([[-1, 0], [-1]], [1, 2]),  # as many trees and nodes, and a root in each stretch
+        ([[-1], [1, -1]], [2, 1]),
+        ([[-1], [-1], [-1, 0]], [2, 0, 2]),
+        ([[-1, 0], [-1]], [2, 2]),
+        ([[-1, 0], [-1]], [4, -1]),
+    ],
+)
+def test_lengths_must_be_the_trees(trees, lengths, pool):
+    model, _ = make({"pool": pool})
+    tokens, schedule, labels, own = make_batch(trees)
+    model.loss(tokens, schedule, labels, own)
+    with pytest.raises(ValueError, match=r"TreeClassifier: lengths must be those of the schedule's trees, got \["):
+        model.loss(tokens, schedule, labels, torch.tensor(lengths))
+
+
 def test_too_many_children():
     model, _ = make({"kind": "nary", "slots": 2})
     tokens, schedule, labels, _ = make_batch()

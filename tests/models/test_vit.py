@@ -145,6 +145,12 @@ def test_images_of_another_shape(shape):
         make({})[0](torch.rand(shape))
 
 
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_no_images(pool):
+    model, _ = make({"pool": pool})
+    assert model(torch.rand(0, 1, 6, 6)).shape == (0, 5)
+
+
 def test_maps_need_a_class_token():
     with pytest.raises(ValueError, match="ViT: attention_maps"):
         make({"pool": "mean"})[0].attention_maps(make_batch()[0])
