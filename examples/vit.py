@@ -22,7 +22,7 @@ from examples.runner import Exhibit, Recipe
 ROWS, PATCH = 64, 2
 SIZES: dict[str, Any] = {"d_model": 64, "nhead": 4, "num_layers": 3, "dim_feedforward": 128}
 VARIANTS: dict[str, dict[str, Any]] = {"class token": {"pool": "cls"}, "mean": {"pool": "mean"}}
-REGRESSION, NEAREST = "softmax regression on the pixels", "nearest neighbour (it wins)"
+REGRESSION, NEAREST = "softmax regression on the pixels", "nearest neighbour"
 
 data = runner.cached(digits.load)
 
@@ -95,8 +95,8 @@ class System(runner.System):
     title = "Vision Transformer"
     about = (
         "An encoder of self-attention over the patches of an image (Dosovitskiy et al. 2021): here 16 patches of 2 x 2 "
-        "pixels of a digit. On 1339 images of that size a nearest neighbour is better than any network so small; the "
-        "Transformer has to find out for itself which patches are neighbours."
+        "pixels of a digit. The Transformer has to find out for itself which patches are neighbours. With the same 1339 "
+        "images to learn from, the nearest of them says what 98.0% of the held-out ones are, softmax regression 96.9%."
     )
     data = (
         "1797 handwritten digits of 8 x 8 pixels, sklearn.datasets.load_digits (Alpaydin and Kaynak 1998); "

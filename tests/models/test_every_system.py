@@ -32,7 +32,7 @@ from seqkern.models import (
     TreeClassifier,
     ViT,
 )
-from seqkern.testing import compare
+from seqkern.testing import ErrorReport, compare
 
 GENERATOR = torch.Generator().manual_seed(0)
 TOKENS, OTHERS = torch.randint(30, (2, 3, 11), generator=GENERATOR)
@@ -47,10 +47,10 @@ Made = tuple[Any, Any, tuple[Any, ...]]
 
 
 def made(file: str, kind: Any, *sizes: Any, batch: tuple[Any, ...], **options: Any) -> Callable[..., Made]:
-    """Of a dropout: a model, its twin and a batch."""
+    """Of a seed and more options of the model: a model, its twin and a batch."""
 
-    def make(**more: Any) -> Made:
-        torch.manual_seed(0)
+    def make(seed: int = 0, **more: Any) -> Made:
+        torch.manual_seed(seed)
         twin = getattr(getattr(twins, file), kind.__name__)(*sizes, **options)
         model = kind(*sizes, **options, **more)
         twin.load_state_dict(model.state_dict())
@@ -60,8 +60,8 @@ def made(file: str, kind: Any, *sizes: Any, batch: tuple[Any, ...], **options: A
 
 
 def berts(kind: Any, *sizes: Any, batch: tuple[Any, ...], **options: Any) -> Callable[..., Made]:
-    def make(**more: Any) -> Made:
-        torch.manual_seed(0)
+    def make(seed: int = 0, **more: Any) -> Made:
+        torch.manual_seed(seed)
         own = more if kind is BERTClassifier else {}
         model = kind(BERT(30, 16, 4, 2, **options, **more), *sizes, **own)
         twin = getattr(twins.bert, kind.__name__)(twins.bert.BERT(30, 16, 4, 2, **options), *sizes)
@@ -116,16 +116,21 @@ def trained(model: torch.nn.Module, batch: tuple[Any, ...], autocast: bool) -> t
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_autocast(name: str) -> None:
-    """Loss and gradients obey the error rule beside the twin's, in bfloat16's units."""
-    model, twin, batch = SYSTEMS[name]()
-    wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in batch]
-    exact = trained(copy.deepcopy(model).double(), tuple(wide), False)
-    ours = trained(model, batch, True)
-    # The tree's twin adds to float32 in place, which autocast does not serve: all of it in bfloat16 instead.
-    theirs = trained(twin.bfloat16(), batch, False) if name == "tree" else trained(twin, batch, True)
-    for what, *found in zip(("loss", "gradients"), ours, theirs, exact, strict=True):
-        report = compare(found[0].bfloat16(), found[1].bfloat16(), found[2], name=what)
-        assert report.passed, report
+    """Loss and gradients obey the error rule beside the twin's, in bfloat16's units, over draws as `check_case` has it:
+    a relu that is about 0 may be open in one of the two."""
+    reports: dict[str, list[ErrorReport]] = {"loss": [], "gradients": []}
+    for seed in range(6):
+        model, twin, batch = SYSTEMS[name](seed)
+        wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in batch]
+        exact = trained(copy.deepcopy(model).double(), tuple(wide), False)
+        ours = trained(model, batch, True)
+        # The tree's twin adds to float32 in place, which autocast does not serve: all of it in bfloat16 instead.
+        theirs = trained(twin.bfloat16(), batch, False) if name == "tree" else trained(twin, batch, True)
+        for what, *found in zip(reports, ours, theirs, exact, strict=True):
+            reports[what].append(compare(found[0].bfloat16(), found[1].bfloat16(), found[2], name=what))
+    for drawn in reports.values():
+        error, bound = (sum(getattr(report, field) ** 2 for report in drawn) ** 0.5 for field in ("error", "bound"))
+        assert error <= bound, [*map(str, drawn)]
 
 
 @torch.no_grad()

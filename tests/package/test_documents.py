@@ -235,8 +235,11 @@ def test_readmes_table_is_that_of_the_stored_results() -> None:
 
 def test_readmes_systems_are_those_of_the_latest_stored_run() -> None:
     files = [json.loads(path.read_text()) for path in RESULTS.glob("*/systems.json")]
-    stored = max(files, key=lambda file: file["created"])
-    (rows,) = (rows[1:] for _, rows in tables(README) if rows[0][0] == "system")
+    shown = [rows[1:] for _, rows in tables(README) if rows[0][0] == "system"]
+    assert len(shown) == min(1, len(files))
+    if not files:  # nothing is claimed then
+        return
+    stored, (rows,) = max(files, key=lambda file: file["created"]), shown
     for row, system in zip(rows, stored["systems"], strict=True):
         record = system["records"][0]
         assert row[:2] == [f"[{system['title']}](examples/{system['name']}.py)", record["metric"]]
