@@ -60,7 +60,7 @@ def search(
         tokens.expand(-1, beams, -1),
         torch.zeros((batch, beams), dtype=torch.int64, device=device),
         torch.zeros((batch, beams), dtype=torch.bool, device=device),
-        torch.full((batch, beams), -math.inf, device=device),
+        torch.full((batch, beams), -math.inf, dtype=torch.float32, device=device),
     )
     finished = torch.zeros((batch, beams), dtype=torch.bool, device=device)
     open_ = torch.ones((batch, 1), dtype=torch.bool, device=device)  # whether more may come among the finished ones

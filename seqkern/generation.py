@@ -259,7 +259,7 @@ def _by_draws(
     longest = int(lengths.max()) if rows else loop.tokens.shape[1] - loop.longest
     logprobs = None
     if return_logprobs:
-        logprobs = torch.stack(values, 1) if values else torch.zeros((rows, 0), device=loop.device)
+        logprobs = torch.stack(values, 1) if values else torch.zeros((rows, 0), dtype=torch.float32, device=loop.device)
         logprobs = logprobs.masked_fill(torch.stack(before, 1), 0) if before else logprobs
     return Generated(loop.tokens[:, :longest], lengths, finished, logprobs, None)
 
@@ -286,7 +286,7 @@ def _by_beams(
     here = torch.arange(loop.rows, device=loop.device)
     every = here.repeat_interleave(sequences)
     if loop.longest == 0 or loop.rows == 0:
-        scores = torch.zeros(len(every), device=loop.device)
+        scores = torch.zeros(len(every), dtype=torch.float32, device=loop.device)
         finished = torch.zeros(len(every), dtype=torch.bool, device=loop.device)
         return Generated(loop.prompts.tokens[every], loop.prompt_lengths[every], finished, None, scores)
     before = here  # rows of the state

@@ -523,3 +523,21 @@ def test_first_continuations_stay_in_their_beams_place():
                 assert sources[row][place] == (int(parents[row, child]) if child in living else place)
             copies = sum(place != source for place, source in enumerate(sources[row]))
             assert copies == len(living) - len({int(parents[row, child]) for child in living})
+
+
+def test_scores_and_logprobs_are_float32_whatever_torchs_default():
+    table = torch.eye(5, dtype=torch.float32).roll(1, 1)
+
+    def step(chunk, state):
+        return table[chunk.tokens], state
+
+    prompt = torch.tensor([[0, 1]])
+    torch.set_default_dtype(torch.float64)
+    try:
+        for length in (0, 2):
+            beams = seqkern.generate(step, None, prompt, max_new_tokens=length, beams=2)
+            assert beams.scores.dtype == torch.float32
+            found = seqkern.generate(step, None, prompt, max_new_tokens=length, return_logprobs=True)
+            assert found.logprobs.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
