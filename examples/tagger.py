@@ -137,8 +137,8 @@ class System(runner.System):
     )
     data = (
         "the standard library of this Python, its top-level modules, distinct logical lines with the roles that ast "
-        "gives; PSF licence; a tenth of the files is held out, without the lines that the training part has too once rare "
-        "names are <name>"
+        "gives; PSF licence; a tenth of the files is held out, without the lines that the training part has too once "
+        "rare names are <name>"
     )
     metric, higher_is_better = "accuracy, %", True
     loss, tokens = "nats", "tokens"

@@ -95,8 +95,8 @@ class System(runner.System):
     title = "Vision Transformer"
     about = (
         "An encoder of self-attention over the patches of an image (Dosovitskiy et al. 2021): here 16 patches of 2 x 2 "
-        "pixels of a digit. The Transformer has to find out for itself which patches are neighbours. With the same 1339 "
-        "images to learn from, the nearest of them says what 98.0% of the held-out ones are, softmax regression 96.9%."
+        "pixels of a digit. The Transformer has to find out for itself which patches are neighbours. Of the same 1339 "
+        "images, the nearest one says what 98.0% of the held-out digits are; softmax regression is right for 96.9%."
     )
     data = (
         "1797 handwritten digits of 8 x 8 pixels, sklearn.datasets.load_digits (Alpaydin and Kaynak 1998); "

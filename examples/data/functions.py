@@ -197,10 +197,10 @@ def load(least: int = 20) -> Functions:
         return Function(file, name, parents, [*map(numbered, tokens)], words.index(first_word(name)), source)
 
     made_of = {name: [*map(made, part)] for name, part in kept.items()}
-    seen = {(*f.parents, *f.tokens) for name in ("train", "tuning") for f in made_of[name]}
+    known = {(*f.parents, *f.tokens) for name in ("train", "tuning") for f in made_of[name]}
     unseen: dict[tuple[int, ...], Function] = {}
     for f in made_of["held_out"]:
-        if (*f.parents, *f.tokens) not in seen:
+        if (*f.parents, *f.tokens) not in known:
             unseen.setdefault((f.label, *f.parents, *f.tokens), f)
     return Functions(vocabulary, words, made_of["train"], made_of["tuning"], [*unseen.values()])
 

@@ -174,3 +174,24 @@ def test_naive_bayes_by_hand():
     # Each snippet counts a word once. Class 1: two of word 2, one of word 3; class 0: one of word 3.
     positive, negative = torch.tensor([3 / 5, 2 / 5]) * 2 / 3, torch.tensor([1 / 3, 2 / 3]) * 1 / 3
     torch.testing.assert_close(found.exp(), torch.stack([negative, positive], 1))
+
+
+def test_naive_bayes_of_pairs_by_hand():
+    """Class 1: words 2, 2, 3 and the pairs 23, 22; class 0: word 3 and the pair 33. Neither 32 nor padding counts."""
+    torch.set_default_dtype(torch.float32)
+    tokens, labels = torch.tensor([[2, 3, 0], [2, 2, 0], [3, 3, 3]]), torch.tensor([1, 1, 0])
+    found = classifier.naive_bayes(tokens, labels, 4, pairs=True)(torch.tensor([[2, 3, 2], [3, 3, 0]]))
+    # Counts plus one of 2, 3, 22, 23, 33: 3, 2, 2, 2, 1 of 10; and 1, 2, 1, 1, 2 of 7.
+    positive = torch.tensor([3 * 2 * 2 / 10**3, 2 * 1 / 10**2]) * 2 / 3
+    negative = torch.tensor([1 * 2 * 1 / 7**3, 2 * 2 / 7**2]) * 1 / 3
+    torch.testing.assert_close(found.exp(), torch.stack([negative, positive], 1))
+
+
+@needs_data
+def test_baselines():
+    """Pairs know more than words: the networks have to be compared with them."""
+    torch.set_default_dtype(torch.float32)
+    found = classifier.SYSTEM.baselines()
+    assert list(found) == ["majority", "naive Bayes", classifier.PAIRS]
+    assert 50 < found["majority"] < 51
+    assert 80 < found["naive Bayes"] < 81 < found[classifier.PAIRS] < 82

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -75,6 +76,43 @@ def test_sizes(data):
 def test_parts_share_no_file_and_no_document(data):
     assert not {d.path for d in data.train} & {d.path for d in data.held_out}
     assert not {d.text.lower() for d in data.train} & {d.text.lower() for d in data.held_out}
+
+
+def test_held_out_documents_are_not_copies(data):
+    """Of no held-out document half of the runs of eight tokens, or of the tokens in them, are in the training part."""
+    known = {run for document in data.train for run in docstrings.runs(document.tokens.tolist())}
+    for document in data.held_out:
+        tokens = document.tokens.tolist()
+        found = [tuple(tokens[start : start + 8]) in known for start in range(len(tokens) - 7)]
+        assert 2 * sum(found) <= len(found)
+        covered = {start + i for start, there in enumerate(found) if there for i in range(8)}
+        assert 2 * len(covered) <= len(tokens)
+        assert docstrings.copied(tokens, known) == len(covered) / len(tokens)
+    assert any(docstrings.copied(document.tokens.tolist(), known) > 0 for document in data.held_out)
+
+
+def test_copies_with_small_changes_are_left_out(monkeypatch):
+    """One, whose path is held out, has 9 of its 17 tokens in a known run, the other 9 of 18."""
+    same = "one two three four five six seven eight nine"
+    documents = [
+        ("train.py", 0, f"zero {same} ten"),
+        ("unseen.py", 0, f"{same} a b c d e f g h"),
+        ("unseen.py", 1, f"{same} a b c d e f g h i"),
+        ("train.py", 1, f"ten {same}"),  # the training part keeps its own copies
+        ("unseen.py", 1, "one two three four five six seven"),  # shorter than a run
+    ]
+    monkeypatch.setattr(docstrings, "held_out", lambda path: path == "unseen.py")
+    monkeypatch.setattr(docstrings, "read", lambda root: documents)
+    found = docstrings.load(30)
+    assert [d.text for d in found.train] == [documents[0][2], documents[3][2]]
+    assert [d.text for d in found.held_out] == [documents[2][2], documents[4][2]]
+
+
+def test_warnings_do_not_matter():
+    """Old escapes in strings make the parser warn; where warnings are errors the file must not be lost."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert docstrings.docstrings_of(b'"""Of the module."""\nold = "\\d"\n') == [(0, "Of the module.")]
 
 
 def test_the_same_every_time(data):

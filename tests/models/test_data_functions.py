@@ -1,6 +1,7 @@
 """The trees of functions: tokens and names by hand, masks, splits, binary trees, subtrees left out, batches."""
 
 import ast
+import warnings
 import zlib
 
 import pytest
@@ -80,7 +81,7 @@ def test_first_words(name, word):
 def test_parts(data):
     """Files are on one side, functions are distinct, sizes and labels are what they say."""
     files = {}
-    distinct = set()
+    distinct = {}
     for name, numbers in functions.PARTS.items():
         part = getattr(data, name)
         files[name] = {function.file for function in part}
@@ -93,9 +94,10 @@ def test_parts(data):
             assert data.words[function.label] == functions.first_word(function.name)
             assert all(0 <= token < len(data.vocabulary) for token in function.tokens)
             assert not function.file.startswith(("encodings/", "test/"))
-        distinct |= {(f.file, f.name, tuple(f.parents), f.source) for f in part}
+        distinct[name] = [(*f.parents, *f.tokens) for f in part]
     assert len(set.union(*files.values())) == sum(map(len, files.values()))
-    assert len(distinct) == sum(len(getattr(data, name)) for name in functions.PARTS)
+    assert not set(distinct["held_out"]) & {*distinct["train"], *distinct["tuning"]}
+    assert len({(f.label, *f.parents, *f.tokens) for f in data.held_out}) == len(data.held_out)
     assert len(set(data.words)) == functions.CLASSES
     assert data.words[:2] == ["init", "get"]
 
@@ -110,6 +112,35 @@ def test_the_vocabulary_is_the_training_parts(data):
 
 def test_loads_the_same_again(data):
     assert functions.load() == data
+
+
+def test_trees_that_are_alike_as_numbers_are_held_out_once(monkeypatch):
+    """`.one`, `.two` and `.three` are rare: the first two trees are one to a model. `open` is another word's."""
+    names = {"train": "train.py", "tuning": "tuned.py", "held_out": "unseen.py"}
+    shares = {name: zlib.crc32(file.encode()) % functions.SHARES for name, file in names.items()}
+    assert len(set(shares.values())) == 3
+    monkeypatch.setattr(functions, "PARTS", {name: [share] for name, share in shares.items()})
+    monkeypatch.setattr(functions, "FILES", (0, 9))
+    monkeypatch.setattr(functions, "DISTINCT", (0, 99))
+    monkeypatch.setattr(functions, "KEPT", (0, 99))
+    sources = {
+        "train": "def get(self):\n return self.one\ndef close(self):\n self.one()\ndef open(self): pass\n",
+        "tuning": "def get(self):\n return self.four()\n",
+        "held_out": "def get_two(self):\n return self.two\ndef get(self):\n return self.four2()\n"
+        "def close(self):\n return self.one\ndef get_it(self):\n return [self.two]\n"
+        "def get_this(self):\n return [self.three]\ndef close_it(self):\n return [self.two]\n",
+    }
+    monkeypatch.setattr(functions, "files", lambda: [(names[part], text.encode()) for part, text in sources.items()])
+    found = functions.load()
+    assert [len(found.train), len(found.tuning)] == [3, 1]
+    assert [function.name for function in found.held_out] == ["get_it", "close_it"]
+
+
+def test_warnings_do_not_matter(data):
+    """Old escapes in strings make the parser warn, in every order of the files and whatever Python is told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert functions.load() == data
 
 
 def test_missing_files(monkeypatch):

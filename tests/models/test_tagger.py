@@ -1,6 +1,7 @@
 """The tagger: its twin, padding, errors, learning; the roles of identifiers and the example."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -146,6 +147,10 @@ def test_identifiers():
     assert files[0].isdisjoint(files[1])
     lines = [line.tokens for part in (data.train, data.held_out) for line in part.lines]
     assert len(set(lines)) == len(lines)
+    rows = [[tuple(part.tokens[i, :length].tolist()) for i, length in enumerate(part.lengths)] for part in
+            (data.train, data.held_out)]  # fmt: skip
+    assert set(rows[1]).isdisjoint(rows[0])  # as the model sees them
+    assert len(set(rows[1])) == len(rows[1])
     assert 0.05 < len(data.held_out) / len(lines) < 0.2
     known = {token for line in data.train.lines for token in line.tokens}
     assert known.issuperset(data.vocabulary[4:])
@@ -160,10 +165,58 @@ def test_identifiers():
         assert (shares > 0.01).all()
 
 
+def test_old_escapes_do_not_matter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [line.tokens for line in identifiers.lines("file.py", 'a = "\\d"\n')] == [("a", "=", "<string>")]
+
+
+def test_a_share_of_the_names_is_dropped():
+    """Of the identifiers that are not "<name>" before, and of no other token."""
+    train, dropped, names = tagger.data().train, 0, 0
+    taken = zip(shuffled(train.lengths, tagger.ROWS, 3), tagger.SYSTEM.batches("birnn", 3), strict=False)
+    for rows, (tokens, roles, _) in itertools.islice(taken, 100):
+        before = train[rows][0]
+        changed, could = tokens != before, (roles != IGNORED) & (before != identifiers.NAME)
+        assert (tokens[changed] == identifiers.NAME).all()
+        assert could[changed].all()
+        dropped, names = dropped + int(changed.sum()), names + int(could.sum())
+    deviation = (tagger.NAME_DROPOUT * (1 - tagger.NAME_DROPOUT) / names) ** 0.5
+    assert abs(dropped / names - tagger.NAME_DROPOUT) < 4 * deviation < 0.02
+
+
+def test_back_off_by_hand():
+    """It takes the longest clues that were seen: open brackets and the line's first token count, where they can."""
+    tokens = ("def", "del", "f", "g", "(", ")", ",", "=", ":", "pass", "a", "b", "c")
+    numbers = {token: number for number, token in enumerate(tokens, identifiers.STRING + 1)}
+
+    def part(source):
+        return identifiers._part([*identifiers.lines("file.py", source)], numbers)
+
+    train = part("def f(a, b, c=(a, b, c)): pass\ng(a, b, c, c)\n")
+    start, opening, comma, closing = (numbers[token] for token in ("def", "(", ",", ")"))
+    assert [clues for clues, _ in tagger.surroundings(train)][:7] == [
+        (start, opening, start, 0), (opening, comma, start, 1), (comma, comma, start, 1),
+        (comma, numbers["="], start, 1), (opening, comma, start, 2), (comma, comma, start, 2),
+        (comma, closing, start, 2),
+    ]  # fmt: skip
+
+    def said(source):
+        return [ROLES[role] for role in tagger.back_off(train, part(source))]
+
+    assert said("def f(x, y, z=(x, y, z)): pass\n") == ["other", *["parameter"] * 3, *["load"] * 3]
+    assert said("def f(x, y, z): pass\n") == ["other", *["parameter"] * 2, "load"]  # ", z)" was at another depth
+    assert said("del x, y, z\n") == ["load"] * 3  # of ", y," two of three were loaded; "del" was never there
+
+
 def test_baselines():
     """Each knows more than the one before."""
-    found = list(tagger.SYSTEM.baselines().values())
-    assert 45 < found[0] < found[1] < found[2] < 95
+    found = tagger.SYSTEM.baselines()
+    assert list(found) == ["majority", tagger.TOKEN, tagger.NEIGHBOURS, tagger.BACK_OFF]
+    assert tagger.SYSTEM.against == tagger.BACK_OFF
+    values = list(found.values())
+    assert 45 < values[0] < values[1] < values[2] < 95
+    assert 98.5 < values[3] < tagger.SYSTEM.target
     line = next(identifiers.lines("file.py", "a = b"))
     part = identifiers.Part(torch.empty(0), torch.empty(0), torch.empty(0), [line])
     assert list(tagger.occurrences(part)) == [("a", ("", "="), ROLES.index("store")), ("b", ("=", ""), 0)]
