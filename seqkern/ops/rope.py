@@ -225,7 +225,7 @@ def rope_tables(
     _check_positions("rope_tables", positions)
     if positions.dim() not in (1, 2):
         raise ValueError(f"rope_tables: positions must have 1 or 2 dimensions, got shape {tuple(positions.shape)}")
-    at = positions.long().reshape(-1, positions.shape[-1])
+    at = positions.long().reshape(1 if positions.dim() == 1 else positions.shape[0], positions.shape[-1])
     backend = backend_for("rope", at)
     cos, sin = _tables("rope_tables", at, rotary_dim, theta, inv_freq, scaling, dtype, backend)
     return (cos, sin) if positions.dim() == 2 else (cos[0], sin[0])
@@ -290,7 +290,7 @@ def _positions(op: str, positions: Tensor | int, batch: int, tokens: int, device
         )
     if positions.device != device:
         raise ValueError(f"{op}: positions must be on the query's device {device}, got {positions.device}")
-    return positions.long().reshape(-1, tokens)
+    return positions.long().reshape(1 if positions.dim() == 1 else positions.shape[0], tokens)
 
 
 def _tables(

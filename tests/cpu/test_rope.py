@@ -147,6 +147,17 @@ def test_results_lie_in_memory_as_the_inputs_do():
         assert seqkern.rope(y)[0].stride() == y.stride()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_tables_of_no_positions(shape, backend):
+    with seqkern.use_backend(backend):
+        positions = torch.zeros(shape, dtype=torch.int64)
+        assert [t.shape for t in seqkern.rope_tables(positions, 8)] == [(*shape, 4)] * 2
+        if len(shape) == 2:
+            query = torch.zeros(shape[0], 2, shape[1], 8)
+            assert seqkern.rope(query, positions=positions)[0].shape == query.shape
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 5, 8), (2, 0, 5, 8), (2, 3, 0, 8), (2, 3, 5, 0)])
 def test_empty(shape, isa):
     x = draw(*shape).requires_grad_()
