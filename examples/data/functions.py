@@ -10,8 +10,8 @@ A node's token is its kind, with what makes it: "BinOp.Add", "Compare.Is", "Name
 have their names where enough functions of the training part use them.
 
 Trees are alike once rare details are gone: a tenth of the held-out files' trees then stand in the other parts. They are
-left out, so that no held-out tree was seen. The recipes and the baselines' regularisation were chosen on the tuning
-part.
+left out, so that no held-out tree was seen. The tuning part is there to choose recipes on; the baselines'
+regularisation is chosen on it. The other parts are left as they are.
 
 python -m examples.data.functions      sizes, and a function
 """

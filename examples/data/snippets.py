@@ -92,7 +92,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def load(least: int = 2) -> Snippets:
-    """Words that the training part has fewer than `least` times are unknown."""
+    """Words that the training part has fewer than `least` times are unknown. There is no part to tune on."""
     every = read()
     kept = [(rating, tokenize(text)) for rating, text in every if abs(rating) >= STRENGTH]
     found = len(every), len(every) - len(kept)

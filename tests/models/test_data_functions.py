@@ -3,6 +3,7 @@
 import ast
 import warnings
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,8 +111,14 @@ def test_the_vocabulary_is_the_training_parts(data):
     assert len(data.vocabulary) < 400
 
 
-def test_loads_the_same_again(data):
-    assert functions.load() == data
+def test_loads_the_same_again(data, monkeypatch):
+    """In whatever order files are found; where warnings, as of old escapes in strings, are errors too."""
+    rglob = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda *arguments: reversed([*rglob(*arguments)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(functions, "files", lambda files=functions.files: [*files(), ("z.py", b's = "\\d"\n')])
+        assert functions.load() == data
 
 
 def test_trees_that_are_alike_as_numbers_are_held_out_once(monkeypatch):
@@ -134,13 +141,6 @@ def test_trees_that_are_alike_as_numbers_are_held_out_once(monkeypatch):
     found = functions.load()
     assert [len(found.train), len(found.tuning)] == [3, 1]
     assert [function.name for function in found.held_out] == ["get_it", "close_it"]
-
-
-def test_warnings_do_not_matter(data):
-    """Old escapes in strings make the parser warn, in every order of the files and whatever Python is told."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert functions.load() == data
 
 
 def test_missing_files(monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +164,12 @@ def test_identifiers():
         shares = torch.bincount(counted, minlength=len(ROLES)) / len(counted)
         assert 0.45 < shares[ROLES.index("load")] < 0.6
         assert (shares > 0.01).all()
+
+
+def test_files_come_in_the_order_of_their_names(monkeypatch):
+    found, glob = identifiers.read(), Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *arguments: reversed([*glob(*arguments)]))
+    assert identifiers.read() == found
 
 
 def test_old_escapes_do_not_matter():
