@@ -211,7 +211,7 @@ def test_example(variant, monkeypatch):
 
 
 def test_baselines():
-    """The nearest neighbour wins: the example says so."""
+    """Each better than the one before; the figures that the example states."""
     torch.set_default_dtype(torch.float32)
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     found = vit.SYSTEM.baselines()
