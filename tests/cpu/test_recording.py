@@ -135,7 +135,17 @@ CALLS = {
 
 
 def test_fx_is_tried_with_every_function():
-    others = {"models", "nn", "reference", "explain", "generate", "optimize", "release_memory", "restore", "use_backend"}
+    others = {
+        "models",
+        "nn",
+        "reference",
+        "explain",
+        "generate",
+        "optimize",
+        "release_memory",
+        "restore",
+        "use_backend",
+    }
     others |= {"TreeSchedule"}
     assert set(CALLS) == set(seqkern.__all__) - others
 
