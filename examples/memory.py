@@ -131,10 +131,6 @@ def _serve(tasks: list[Task]) -> None:
     # torch imports the second one (with sympy) at the first backward: here once, and not in every fork.
     for module in (*(task.function.split(":")[0] for task in tasks), "torch.fx.experimental.symbolic_shapes"):
         importlib.import_module(module)
-    for task in tasks:
-        # What all tasks read, such as a data set, is loaded once, and its pages are the children's too.
-        if preload := getattr(importlib.import_module(task.function.split(":")[0]), "preload", None):
-            preload(**task.arguments)
     if len(tasks) == 1:
         print(json.dumps(peak_extra_memory(tasks[0].prepare())), flush=True)
         return

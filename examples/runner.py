@@ -229,11 +229,6 @@ def prepare_step(system: str, variant: str, library: str) -> Callable[[], object
     return lambda: run.step(batch, draws=1)
 
 
-def preload(system: str, variant: str, library: str) -> None:
-    """Loads what a system learns from, before the processes of memory tasks are forked."""
-    next(load(system).batches(variant, 0))
-
-
 def load(name: str) -> System:
     """The system of examples/<name>.py."""
     import importlib

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import systems
-from examples import gallery, memory, runner
+from examples import gallery, runner
 
 
 class Line(nn.Module):
@@ -154,18 +154,6 @@ def test_memory_is_of_each_library_by_its_name(monkeypatch: pytest.MonkeyPatch) 
     record, _ = runner.run(MadeUp(), "main", steps=2)
     assert record["peak_bytes"] == {"torch": 8, "seqkern": 6}
     assert systems.memory_share(record) == 0.75
-
-
-def test_data_of_memory_tasks_are_loaded_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[str] = []
-    monkeypatch.setattr(runner, "load", lambda name: drawn.append(name) or MadeUp())
-    monkeypatch.setattr(memory.os, "fork", lambda: 1)  # no child: what the parent does before is the point
-    monkeypatch.setattr(memory.os, "waitpid", lambda child, options: (child, 0))
-    arguments = {"system": "made_up", "variant": "main", "library": "torch"}
-    memory._serve([memory.Task("examples.runner:prepare_step", arguments)] * 2)
-    assert drawn == ["made_up"] * 2
 
 
 def checked(ours: list[float], theirs: list[float] | None, early: float = 0.0, variant: str = "main") -> list[bool]:
