@@ -1,5 +1,5 @@
 # make demo   set everything up, then run the main job (report/index.html)
-# make gallery  set everything up, then train every system of the textbooks (report/gallery/index.html): under 25 minutes
+# make gallery  set everything up, then train every system of the textbooks (report/gallery/index.html)
 # make test   set everything up, then run the tests
 # make prove  set everything up for every GPU target, then run the long tests that `make test` need not repeat
 # make bench  set everything up, then time every op against its peers

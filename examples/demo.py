@@ -2,7 +2,7 @@
 
 Six parts, each also a program of its own: which kernel runs (python -m seqkern), examples.verification,
 examples.quadratic_cost, examples.recurrent_cost, four systems of the gallery (examples.gallery has them all),
-examples.report. Under five minutes on two cores; ends with the path of a report that shows everything. Exits with 1
+examples.report. About five minutes on two cores; ends with the path of a report that shows everything. Exits with 1
 when a check fails.
 
     python -m examples.demo --text mybook.txt --out report

@@ -1,7 +1,7 @@
 """Every system of the textbooks, trained beside its plain-torch twin, in one report.
 
 For each system the main variant is trained with every seed, twins in turns; its other variants once, on seqkern's ops
-alone, to compare them. Under 25 minutes on two cores. Exits with 1 when a check fails.
+alone, to compare them. Exits with 1 when a check fails.
 
     python -m examples.gallery                     all of them: report/gallery/index.html
     python -m examples.gallery --only gpt,vit --seeds 1

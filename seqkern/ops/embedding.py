@@ -230,10 +230,7 @@ def _positions(
 
 def _sinusoids(positions: Tensor, weight: Tensor) -> Tensor:
     """(N, D), sines and cosines in turn, in the accumulator's dtype."""
-    wide = accumulator(weight.dtype)
-    if not positions.shape[0]:
-        return weight.new_empty((0, weight.shape[1]), dtype=wide)
-    cos, sin = rope_tables(positions, weight.shape[1], dtype=wide)
+    cos, sin = rope_tables(positions, weight.shape[1], dtype=accumulator(weight.dtype))
     return torch.stack((sin, cos), -1).flatten(1)
 
 
