@@ -13,7 +13,7 @@ from torch.types import Device
 import seqkern
 from seqkern.generation import Chunk
 from seqkern.models._checks import check_positive
-from seqkern.models.recurrent_lm import swapped
+from seqkern.models._parts import forget_slowly, swapped
 
 
 class CharAwareLM(torch.nn.Module):
@@ -114,8 +114,7 @@ class CharAwareLM(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
         between = dropout if num_layers > 1 else 0.0
         self.rnn = seqkern.nn.LSTM(size, hidden_size, num_layers, batch_first=True, dropout=between, **factory)
-        for layer in range(num_layers):  # gates i, f, g, o
-            torch.nn.init.ones_(getattr(self.rnn, f"bias_ih_l{layer}").data[hidden_size : 2 * hidden_size])
+        forget_slowly(self.rnn)
         self.head = seqkern.nn.LinearCrossEntropy(hidden_size, vocab_size, bias=True, **factory)
 
     def encode(self, characters: Tensor, lengths: Tensor) -> Tensor:

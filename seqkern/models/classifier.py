@@ -11,7 +11,7 @@ from torch.types import Device
 
 import seqkern
 from seqkern.models._checks import check_heads, check_positive
-from seqkern.models.tagger import CELLS, Embedding, forget_slowly, make_encoder
+from seqkern.models._parts import CELLS, Embedding, forget_slowly, make_encoder
 
 Pool = Literal["last", "mean", "max"]
 

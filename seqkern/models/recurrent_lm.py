@@ -12,9 +12,8 @@ from torch.types import Device
 import seqkern
 from seqkern.generation import Chunk
 from seqkern.models._checks import check_positive
-from seqkern.nn import GRU, LSTM, RNN, LayerNorm, LinearCrossEntropy
-
-_CELLS: dict[str, Any] = {"lstm": LSTM, "gru": GRU, "rnn": RNN}
+from seqkern.models._parts import CELLS, forget_slowly, swapped
+from seqkern.nn import LayerNorm, LinearCrossEntropy
 
 
 class RecurrentLM(torch.nn.Module):
@@ -69,8 +68,8 @@ class RecurrentLM(torch.nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if cell not in _CELLS:
-            raise ValueError(f"RecurrentLM: cell must be one of {', '.join(_CELLS)}, got {cell!r}")
+        if cell not in CELLS:
+            raise ValueError(f"RecurrentLM: cell must be one of {', '.join(CELLS)}, got {cell!r}")
         if tie_weights and embedding_dim != hidden_size:
             raise ValueError(
                 f"RecurrentLM: tie_weights needs embedding_dim = hidden_size, got {embedding_dim} and {hidden_size}"
@@ -84,15 +83,13 @@ class RecurrentLM(torch.nn.Module):
         self.embedding = torch.nn.Embedding(vocab_size, embedding_dim, **factory)
         torch.nn.init.normal_(self.embedding.weight, std=embedding_dim**-0.5)
         between = dropout if num_layers > 1 else 0.0
-        self.rnn = _CELLS[cell](embedding_dim, hidden_size, num_layers, batch_first=True, dropout=between, **factory)
+        self.rnn = CELLS[cell](embedding_dim, hidden_size, num_layers, batch_first=True, dropout=between, **factory)
         self.norm = LayerNorm(hidden_size, **factory) if layer_norm else torch.nn.Identity()
         self.dropout = torch.nn.Dropout(dropout)
         self.head = LinearCrossEntropy(hidden_size, vocab_size, bias=not tie_weights, **factory)
         if tie_weights:
             self.head.linear.weight = self.embedding.weight
-        if cell == "lstm":
-            for layer in range(num_layers):  # gates i, f, g, o
-                torch.nn.init.ones_(getattr(self.rnn, f"bias_ih_l{layer}").data[hidden_size : 2 * hidden_size])
+        forget_slowly(self.rnn)
 
     def forward(self, tokens: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
         embedded = self.dropout(seqkern.embedding(tokens, self.embedding.weight))
@@ -115,10 +112,3 @@ class RecurrentLM(torch.nn.Module):
         """Logits after each token of a chunk, and the state after it, rows first: beam search reorders them."""
         hidden, state = self(chunk.tokens, swapped(state), chunk.lengths)
         return self.logits(hidden), swapped(state)
-
-
-def swapped(state: Any) -> Any:
-    """(layers, rows, hidden_size) and (rows, layers, hidden_size), the one from the other."""
-    if isinstance(state, tuple):
-        return tuple(map(swapped, state))
-    return None if state is None else state.transpose(0, 1)
