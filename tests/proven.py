@@ -64,10 +64,10 @@ PROOFS = {
 # Part of every proof: versions, and the schemas that the kernels are called by.
 ALWAYS = ("constraints.txt", "csrc/cuda_ops.cpp")
 # Part of none: words for wrong keywords, and the list of slices, which every new op makes longer; short tests read
-# both. And the loop of generation, which calls the kernels and which none of their tests calls.
+# both. And the loop of generation and whole models, which call the kernels and which none of their tests calls.
 NEVER = (
     "seqkern/_beam_search.py", "seqkern/_keywords.py", "seqkern/_slices.py", "seqkern/_states.py",
-    "seqkern/generation.py",
+    "seqkern/generation.py", "seqkern/models/*.py",
 )  # fmt: skip
 
 
@@ -81,10 +81,11 @@ def sources(module: str, root: Path = ROOT) -> tuple[Path, ...]:
     files = {file for pattern in (*ALWAYS, *proof.files) for file in _glob(root, pattern)}
     files |= {_test_module(module, root)}
     files |= {_module(name, root) for name in proof.modules}
+    never = {file for pattern in NEVER for file in _glob(root, pattern)}
     found: set[Path] = set()
     waiting = [file for file in files if file is not None]
     while waiting:
-        if (file := waiting.pop()) in found or file in {root / each for each in NEVER}:
+        if (file := waiting.pop()) in found or file in never:
             continue
         found.add(file)
         if file.suffix in (".cu", ".cuh", ".cpp", ".h"):
