@@ -162,3 +162,12 @@ def test_a_proof_is_written_when_everything_passed(tree: Path) -> None:
     assert code != 0
     command = [sys.executable, named(tree, "tests/**/proven.py"), "--current", "test_layer_norm_cuda"]
     assert subprocess.run(command, cwd=tree, check=False).returncode == 1
+
+
+def test_what_calls_the_kernels_from_above_is_part_of_no_proof() -> None:
+    models = set((ROOT / "seqkern" / "models").glob("*.py"))
+    assert len(models) > 10
+    for module in proven.PROOFS:
+        found = set(proven.sources(module))
+        assert not found & (models | {ROOT / "seqkern" / "generation.py"})
+    assert ROOT / "seqkern" / "ops" / "rnn.py" in proven.sources("test_rnn_cuda")
