@@ -1,4 +1,5 @@
-// The fast path of dense attention without mask, slopes, sinks or dropout, and of a step of decoding.
+// The fast path of attention without mask, slopes, sinks or dropout, of sequences of one length or of their own, and of
+// a step of decoding.
 #include "node.h"
 
 #include <ATen/EmptyTensor.h>
@@ -19,18 +20,28 @@ constexpr auto none = std::nullopt;
 // Whole numbers that a node keeps as double.
 constexpr int64_t kLargest = int64_t{1} << 52;
 
-// saved: query, key, value, lse, then out; numbers: diagonal, left, right, scale, softcap.
+// saved: query, key, value, lse, lengths where there are any, then out; numbers: diagonal, left, right, scale, softcap.
 const Rule kAttention("AttentionNode", [](const Call& call) -> variable_list {
-  const NativeTensor &query = call.saved[0], &key = call.saved[1], &grad = call.grads[0], &out = call.saved[4];
+  const NativeTensor &query = call.saved[0], &key = call.saved[1], &grad = call.grads[0], &out = call.saved.back();
   if (grad.sizes() != out.sizes() || grad.scalar_type() != out.scalar_type()) return {};
+  const NativeTensor lengths = call.saved.size() > 5 ? call.saved[4] : NativeTensor();
   const auto number = [&](size_t n) { return static_cast<int64_t>(call.numbers[n]); };
   const auto [grad_query, grad_key, grad_value, unused, unused_too] =
       backward(stable(grad), none, stable(query), stable(key), stable(call.saved[2]), stable(out),
-               stable(call.saved[3]), none, none, none, none, none, none, query.size(2), key.size(2), number(0), false,
-               number(1), number(2), call.numbers[3], call.numbers[4], 0.0, false, false);
+               stable(call.saved[3]), none, none, none, maybe(lengths), none, none, query.size(2), key.size(2),
+               number(0), false, number(1), number(2), call.numbers[3], call.numbers[4], 0.0, false, false);
   const auto needed = [&](size_t n, const Tensor& t) { return call.needs[n] ? native(t) : NativeTensor(); };
   return {needed(0, grad_query), needed(1, grad_key), needed(2, grad_value)};
 });
+
+// How many keys each sequence of a batch has, or undefined.
+bool read_lengths(PyObject* object, int64_t batch, NativeTensor& lengths) {
+  if (object == Py_None) return true;
+  if (!THPVariable_CheckExact(object)) return false;
+  lengths = THPVariable_Unpack(object);
+  return usual(lengths) && (lengths.scalar_type() == at::kLong || lengths.scalar_type() == at::kInt) &&
+         lengths.dim() == 1 && lengths.size(0) == batch && lengths.is_contiguous();
+}
 
 // A side of a window: none, or a number from -1 (none) on.
 bool read_side(PyObject* object, int64_t& side) {
@@ -38,7 +49,8 @@ bool read_side(PyObject* object, int64_t& side) {
   return object == Py_None || (read_integer(object, side) && -1 <= side && side < kLargest);
 }
 
-// (query, key, value, causal, at the lower right, window, scale, softcap, one key head for each query head) -> output.
+// (query, key, value, causal, at the lower right, window, scale, softcap, one key head for each query head, lengths of
+// the keys) -> output.
 PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
   const NativeTensor *query = read(arguments[0]), *key = read(arguments[1]), *value = read(arguments[2]);
   bool causal, lower_right, equal_heads;
@@ -50,6 +62,8 @@ PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
   if (query->size(0) != key->size(0) || key->size(0) != value->size(0) || key->size(1) != value->size(1))
     return nullptr;
   if (equal_heads ? query->size(1) != key->size(1) : query->size(1) % key->size(1) != 0) return nullptr;
+  NativeTensor lengths;
+  if (!read_lengths(arguments[9], query->size(0), lengths)) return nullptr;
   const int64_t queries = query->size(2), keys = key->size(2);
   PyObject* window = arguments[5];
   int64_t left = -1, right = -1;
@@ -67,23 +81,26 @@ PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
   NativeTensor out, lse;
   {
     const WithoutPython free;
-    const auto results = forward(stable(*query), stable(*key), stable(*value), none, none, none, none, none, none, none,
-                                 queries, keys, diagonal, false, left, right, scale, softcap, 0.0);
+    const auto results = forward(stable(*query), stable(*key), stable(*value), none, none, none, maybe(lengths), none,
+                                 none, none, queries, keys, diagonal, false, left, right, scale, softcap, 0.0);
     out = native(std::get<0>(results)), lse = native(std::get<1>(results));
   }
-  if (wanted({query, key, value}))
+  if (wanted({query, key, value})) {
+    variable_list saved{*query, *key, *value, lse};
+    if (lengths.defined()) saved.push_back(lengths);
     remember({.rule = kAttention,
               .inputs = {query, key, value},
               .results = {out},
-              .saved = {*query, *key, *value, lse},
+              .saved = std::move(saved),
               .saved_results = {0},
               .kept = {},
               .numbers = {static_cast<double>(diagonal), static_cast<double>(left), static_cast<double>(right), scale,
                           softcap}});
+  }
   return wrap(out);
 }
 
-SK_FRONT(attention, 9, attention)
+SK_FRONT(attention, 10, attention)
 
 // ---- decoding -------------------------------------------------------------------------------------------------------
 

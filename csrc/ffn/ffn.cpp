@@ -39,8 +39,6 @@ Tensor ffn_fwd(const Tensor& z, int64_t activation, bool gated) {
   return output;
 }
 
-SK_DIRECT_OP(ffn_fwd)
-
 std::tuple<Tensor, Tensor> ffn_bwd(const Tensor& grad_output, const Tensor& z, int64_t activation, bool gated) {
   const char* op = "ffn_bwd";
   const Dtype dtype = dtype_of(z, op, "z");
@@ -66,6 +64,9 @@ std::tuple<Tensor, Tensor> ffn_bwd(const Tensor& grad_output, const Tensor& z, i
   for_elements(output.numel(), [&](int64_t begin, int64_t end) { backward(args, begin, end); });
   return {grad_z, output};
 }
+
+SK_DIRECT_OP(ffn_fwd)
+SK_DIRECT_OP(ffn_bwd)
 
 }  // namespace
 

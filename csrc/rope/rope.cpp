@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "ops.h"
 #include "tensor.h"
 
 namespace seqkern {
@@ -113,6 +114,9 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions, const Tensor& in
   torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) { tables(args, begin, end); });
   return {cos, sin};
 }
+
+SK_DIRECT_OP(rope)
+SK_DIRECT_OP(rope_tables)
 
 }  // namespace
 

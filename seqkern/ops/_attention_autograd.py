@@ -274,9 +274,10 @@ def _backward_of_node(
     needs: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """The gradients of query, key and value of a plain call; they are differentiable again."""
-    query, key, value, lse, out = saved
+    query, key, value, lse, *lengths, out = saved
     diagonal, left, right, scale, softcap = numbers
-    tensors, wanted = AttentionTensors(query, key, value), AttentionTensors(*needs, *[False] * 7)
+    tensors = AttentionTensors(query, key, value, key_lengths=lengths[0] if lengths else None)
+    wanted = AttentionTensors(*needs, *[False] * 7)
     context: Any = Context((out, lse, *tensors), wanted)
     context.numbers = AttentionNumbers(
         query.shape[2], key.shape[2], int(diagonal), False, int(left), int(right), scale, softcap, 0.0

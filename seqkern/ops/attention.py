@@ -95,7 +95,7 @@ def scaled_dot_product_attention(
     """
     if attn_mask is None and type(dropout_p) is float and dropout_p == 0 and fast():
         found: Tensor | None = _direct.attention(
-            query, key, value, is_causal, False, None, scale, None, enable_gqa is False
+            query, key, value, is_causal, False, None, scale, None, enable_gqa is False, None
         )
         if found is not None and not unexpected:
             return found
@@ -237,7 +237,7 @@ def attention(
         >>> recent = seqkern.attention(q, k, v, window=(15, 0), softcap=30.0, sinks=torch.zeros(8))
     """
     if (
-        attn_mask is bias is key_lengths is alibi_slopes is sinks is None
+        attn_mask is bias is alibi_slopes is sinks is None
         and return_lse is False
         and (causal_align == "lower_right" or causal_align == "upper_left")
         and type(dropout_p) is float
@@ -245,7 +245,7 @@ def attention(
         and fast()
     ):
         found: Tensor | None = _direct.attention(
-            query, key, value, causal, causal_align == "lower_right", window, scale, softcap, False
+            query, key, value, causal, causal_align == "lower_right", window, scale, softcap, False, key_lengths
         )
         if found is not None and not unexpected:
             return found

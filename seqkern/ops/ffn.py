@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqkern import _direct, reference
-from seqkern._direct import fast
+from seqkern._direct import fast, long_way
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import check_not_nested, is_proxy, record
@@ -93,7 +93,7 @@ def ffn(
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     number, gated = ACTIVATIONS[activation]
     if fast():
-        found: Tensor | None = _direct.ffn(x, w1, b1, w2, b2, number, gated, CHUNK)
+        found: Tensor | None = _direct.ffn(x, w1, b1, w2, b2, number, gated, CHUNK, recompute)
         if found is not None:
             return found
     _check(op, x, w1, b1, w2, b2, gated)
@@ -312,6 +312,27 @@ class _FfnBackward(torch.autograd.Function):
 
 
 _FfnEager, _FfnBackwardEager = eager(_Ffn), eager(_FfnBackward)
+
+
+@long_way("FfnNode")
+def _backward_of_node(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Any],
+    kept: Sequence[Tensor],
+    numbers: Sequence[float],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradients of x, w1, b1, w2 and b2; they are differentiable again."""
+    x, w1, b1, w2, z = saved
+    grad = grads[0]
+    assert grad is not None
+    rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, w2.shape[0])
+    found = apply(
+        _FfnBackward, _FfnBackwardEager, torch.is_grad_enabled(), grad, rows, w1, b1, w2, z, int(numbers[0]),
+        bool(numbers[1]), True, *needs,
+    )  # fmt: skip
+    grad_x, *others = (g if needed else None for g, needed in zip(found, needs, strict=True))
+    return None if grad_x is None else grad_x.view(x.shape), *others
 
 
 # ---- fake kernels and batching rules ------------------------------------------------------------------------------

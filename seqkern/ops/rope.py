@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqkern import reference
+from seqkern import _direct, reference
 from seqkern._arguments import by_name
+from seqkern._direct import Context, fast, long_way
 from seqkern._keywords import explicit, refuse
 from seqkern._library import backend_for, kernel
 from seqkern._recording import check_not_nested, is_proxy, record
@@ -128,6 +129,12 @@ def rope(
         >>> q, k = seqkern.rope(q, k)
         >>> step_q, step_k = seqkern.rope(q[:, :, :1], k[:, :, :1], 5)  # the token at position 5
     """
+    if fast():
+        found: tuple[Tensor, Tensor | None] | None = _direct.rope(
+            query, key, positions, tables, theta, inv_freq, scaling, rotary_dim, interleaved, sequence_dim
+        )
+        if found is not None and not unexpected:
+            return found
     if any(map(is_proxy, (query, key, positions))):
         return record(rope, locals())
     if unexpected:
@@ -136,6 +143,8 @@ def rope(
     if sequence_dim not in (-2, -3):
         raise ValueError(f"rope: sequence_dim must be -2 or -3, got {sequence_dim!r}")
     head_dim = query.shape[-1]
+    if isinstance(head_dim, Tensor):  # torch.jit.trace's
+        head_dim = int(head_dim)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     _check_rotary_dim("rope", rotary_dim, head_dim)
     if key is not None:
@@ -422,6 +431,23 @@ class _Rope(torch.autograd.Function):
 
 
 _RopeEager = eager(_Rope)
+
+
+@long_way("RopeNode")
+def _backward_of_node(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Any],
+    kept: Sequence[Tensor],
+    numbers: Sequence[float],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradients of query and key; they are differentiable again."""
+    swapped, dim, rotary_dim, interleaved = map(int, numbers)
+    context: Any = Context([t if t.dim() == 3 else t[None] for t in saved], needs)
+    context.options, context.single = [dim, rotary_dim, bool(interleaved), False], len(grads) == 1
+    query, key = (None if t is None else t.transpose(1, 2) if swapped else t for t in (*grads, None)[:2])
+    found = _Rope.backward(context, query, key)[:2]
+    return [None if t is None else t.transpose(1, 2) if swapped else t for t in found]
 
 
 # ---- fake kernels and batching rules ------------------------------------------------------------------------------

@@ -362,6 +362,10 @@ def _networks():
             yield f"{mode} {words}".strip(), mode, function, module, options
 
 
+def wide(t):
+    return torch.promote_types(t.dtype, torch.float32)
+
+
 def _calls():
     """By name: a function of tensors that must all have gradients, and the shapes of these."""
     calls = {
@@ -374,9 +378,31 @@ def _calls():
             lambda q, k, v: seqkern.attention(q, k, v, causal=True, softcap=5.0, window=(3, 0)),
             [(2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 5)],
         ),
+        "attention, lengths": (
+            lambda q, k, v: seqkern.attention(q, k, v, key_lengths=torch.tensor([9, 4]), window=(3, 0)),
+            [(2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 5)],
+        ),
         "scaled_dot_product_attention": (
             lambda q, k, v: seqkern.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3),
             [(2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 5)],
+        ),
+        "ffn": (seqkern.ffn, [(2, 3, 6), (10, 6), (10,), (4, 10), (4,)]),
+        "ffn, gated": (
+            lambda x, w1, w2: seqkern.ffn(x, w1, None, w2, None, "swiglu"),
+            [(3, 6), (10, 6), (4, 5)],
+        ),
+        "rope": (lambda q, k: seqkern.rope(q, k, 3), [(2, 4, 5, 8), (2, 2, 5, 8)]),
+        "rope, tokens first": (
+            lambda q, k: seqkern.rope(q, k, rotary_dim=6, theta=500.0, interleaved=True, scaling=0.9, sequence_dim=-3),
+            [(2, 5, 4, 8), (2, 5, 2, 8)],
+        ),
+        "rope, heads of one product": (
+            lambda x: seqkern.rope(x.transpose(1, 2), inv_freq=torch.tensor([1.0, 0.1], dtype=torch.float64))[0],
+            [(2, 5, 3, 4)],
+        ),
+        "rope, tables": (
+            lambda q, k: seqkern.rope(q, k, tables=seqkern.rope_tables(torch.arange(5), 8, dtype=wide(q))),
+            [(2, 4, 5, 8), (2, 2, 5, 8)],
         ),
         "lstm_cell": (
             lambda x, h, c, *w: seqkern.lstm_cell(x, (h, c), *w),
@@ -501,7 +527,7 @@ WAYS = ("dispatch mode", "function mode", "profiler", "autocast", "forward mode"
 
 
 @pytest.mark.parametrize("way", [*WAYS, "meta", "negative"])
-@pytest.mark.parametrize("name", ["layer_norm", "swiglu", "attention", "lstm_cell", "GRU"])
+@pytest.mark.parametrize("name", ["layer_norm", "swiglu", "attention", "ffn", "rope", "lstm_cell", "GRU"])
 def test_whoever_watches_sees_the_op(name, way, monkeypatch):
     function, shapes = CALLS[name]
     tensors = [torch.randn(shape) for shape in shapes]
@@ -531,7 +557,7 @@ def test_in_inference_mode(name, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(fast, _flat(function(*tensors)), strict=True))
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "swiglu", "attention", "lstm_cell", "GRU"])
+@pytest.mark.parametrize("name", ["layer_norm", "swiglu", "attention", "ffn", "rope", "lstm_cell", "GRU"])
 def test_traced_and_compiled(name, monkeypatch):
     function, shapes = CALLS[name]
     tensors = [torch.randn(shape) for shape in shapes]
@@ -567,6 +593,43 @@ ODD = {
     "shapes of a gate": lambda: seqkern.swiglu(X, W),
     "strided gate": lambda: seqkern.swiglu(*torch.cat([X, X], -1).chunk(2, -1)),
     "heads": lambda: seqkern.attention(torch.randn(1, 3, 3, 4), Q, Q),
+    "lengths of int32": lambda: seqkern.attention(Q, Q, Q, key_lengths=torch.tensor([2], dtype=torch.int32)),
+    "lengths out of range": lambda: [
+        seqkern.attention(Q, Q, Q, key_lengths=torch.tensor([n])) for n in (-5, 0, 2**62, -(2**62))
+    ],
+    "lengths of floats": lambda: seqkern.attention(Q, Q, Q, key_lengths=torch.tensor([2.0])),
+    "lengths of two": lambda: seqkern.attention(Q, Q, Q, key_lengths=torch.tensor([2, 3])),
+    "lengths in a list": lambda: seqkern.attention(Q, Q, Q, key_lengths=[2]),
+    "lengths apart": lambda: seqkern.attention(
+        *[Q.expand(2, -1, -1, -1)] * 3, key_lengths=torch.tensor([2, 0, 1])[::2]
+    ),
+    "turned by half a feature": lambda: seqkern.rope(Q, rotary_dim=3),
+    "turned by nothing": lambda: seqkern.rope(Q, rotary_dim=0)[0],
+    "turned too far": lambda: seqkern.rope(Q, rotary_dim=6),
+    "turned without a base": lambda: seqkern.rope(Q, theta=0.0),
+    "turned by a base in words": lambda: seqkern.rope(Q, theta="10000"),
+    "turned beside other tokens": lambda: seqkern.rope(Q, Q[:, :, :2]),
+    "turned beside other types": lambda: seqkern.rope(Q, Q.double()),
+    "turned beside other heads": lambda: seqkern.rope(Q, Q[:, :1]),
+    "turned from half a position": lambda: seqkern.rope(Q, positions=0.5),
+    "turned from True": lambda: seqkern.rope(Q, positions=True),
+    "turned at positions": lambda: seqkern.rope(Q, Q, torch.tensor([7, 0, 2])),
+    "turned from before the start": lambda: seqkern.rope(Q, Q, -3),
+    "turned beyond 2^53": lambda: seqkern.rope(Q, Q, 2**60),
+    "turned by short tables": lambda: seqkern.rope(Q, tables=(torch.ones(2, 2), torch.ones(2, 2))),
+    "turned by tables for each": lambda: seqkern.rope(Q, tables=(torch.ones(1, 3, 4), 0.1 * torch.ones(1, 3, 4)))[0],
+    "turned by one table": lambda: seqkern.rope(Q, tables=(torch.ones(3, 2),)),
+    "turned by tables of other types": lambda: seqkern.rope(Q, tables=(torch.ones(3, 2).double(), torch.ones(3, 2)))[0],
+    "turned by both": lambda: seqkern.rope(Q, tables=(torch.ones(3, 2), torch.ones(3, 2)), inv_freq=torch.ones(2)),
+    "turned by other frequencies": lambda: seqkern.rope(Q, inv_freq=torch.ones(3, dtype=torch.float64)),
+    "turned by float32": lambda: seqkern.rope(Q, inv_freq=torch.ones(2))[0],
+    "turned along heads": lambda: seqkern.rope(Q, sequence_dim=-1),
+    "turned without a batch": lambda: seqkern.rope(Q[0], Q[0]),
+    "a wrong keyword of rope": lambda: seqkern.rope(Q, base=2.0),
+    "blocks that do not fit": lambda: seqkern.ffn(X, torch.ones(6, 7), None, torch.ones(2, 6), None),
+    "an odd gate": lambda: seqkern.ffn(X, torch.ones(5, 8), None, torch.ones(2, 2), None, "swiglu"),
+    "blocks of two types": lambda: seqkern.ffn(X, torch.ones(6, 8).double(), None, torch.ones(2, 6), None),
+    "a bias that is short": lambda: seqkern.ffn(X, torch.ones(6, 8), torch.ones(5), torch.ones(2, 6), None),
     "batch": lambda: seqkern.attention(Q, Q.expand(2, -1, -1, -1), Q),
     "lengths": lambda: seqkern.attention(Q, Q, Q[:, :, :2]),
     "align": lambda: seqkern.attention(Q, Q, Q, causal=True, causal_align="middle"),

@@ -232,7 +232,7 @@ def test_the_fast_path(activation, rows, dtype, monkeypatch):
     number, gated = ACTIVATIONS[activation]
     for b1, b2 in ((given[2], given[4]), (None, given[4]), (None, None)):
         call = [*given[:2], b1, given[3], b2]
-        found = _direct.ffn(*call, number, gated, module.CHUNK)
+        found = _direct.ffn(*call, number, gated, module.CHUNK, False)
         with monkeypatch.context() as patch:
             patch.setattr(_direct, "enabled", False)
             expected = seqkern.ffn(*call, activation)
@@ -241,10 +241,14 @@ def test_the_fast_path(activation, rows, dtype, monkeypatch):
     x, w1, b1, w2, b2 = given
     others = [
         (x, w1[:-1], b1, w2, b2), (x, w1, b1[:-1], w2, b2), (x, w1, b1, w2[:, :-1], b2), (x, w1, b1, w2, b2[:-1]),
-        (x[..., :-1], w1, b1, w2, b2), (x.to(torch.int64), w1, b1, w2, b2), (x.requires_grad_(), w1, b1, w2, b2),
+        (x[..., :-1], w1, b1, w2, b2), (x.to(torch.int64), w1, b1, w2, b2),
     ]  # fmt: skip
-    assert [_direct.ffn(*other, number, gated, module.CHUNK) for other in others] == [None] * len(others)
-    assert _direct.ffn(x.detach(), w1, b1, w2, b2, number, gated, 1) is None
+    assert [_direct.ffn(*other, number, gated, module.CHUNK, False) for other in others] == [None] * len(others)
+    assert _direct.ffn(*given, number, gated, 1, False) is None
+    assert _direct.ffn(*given, number, gated, module.CHUNK, True) is not None
+    x.requires_grad_()
+    assert _direct.ffn(*given, number, gated, module.CHUNK, True) is None
+    assert _direct.ffn(*given, number, gated, module.CHUNK, False) is not None
 
 
 # ---- layouts and edges --------------------------------------------------------------------------------------------
