@@ -19,7 +19,7 @@ from benchmarks.harness import Contest, compete, forward_backward, forward_only
 from seqkern.ops.linear_cross_entropy import cost
 from seqkern.testing import check_case, linear_cross_entropy_case
 
-# rows, hidden size, classes, the share of ignored rows: language models, and masked ones
+# rows, hidden size, classes, the share of ignored rows: language models, of bytes too, and masked ones; a tagger
 SHAPES = [
     (1024, 128, 8192, 0.0),
     (1024, 128, 32000, 0.0),
@@ -29,6 +29,8 @@ SHAPES = [
     (2048, 1024, 32000, 0.0),
     (1024, 256, 8192, 0.85),
     (1024, 128, 30000, 0.85),
+    (4096, 256, 256, 0.0),
+    (4096, 128, 40, 0.0),
 ]
 
 

@@ -11,6 +11,9 @@
 // three products a logit. The backward pass knows the sums and makes the logits again: four products, no chunk kept.
 // dX is summed over fixed groups of tiles, a group by one thread, and the groups are added in order: the bits are the
 // same on any number of threads.
+//
+// Few classes make no tiles that are worth a product. There the rows are divided instead: a block of rows has all its
+// logits, its losses and dX by one thread, and dW is one product of all blocks, in order.
 #include "linear_cross_entropy.h"
 
 #include <algorithm>
@@ -36,6 +39,13 @@ constexpr int64_t kLeastChunkRows = 384, kMostChunkRows = 512;
 constexpr int64_t kGroups = 16;
 // Numbers of a chunk's logits.
 constexpr int64_t kChunkLogits = 16 << 20;
+// Up to so many classes the rows are divided, into blocks of so many numbers and rows; of a chunk's logits, and of its
+// rows, there are so many numbers.
+constexpr int64_t kFewClasses = 2048;
+constexpr int64_t kBlockLogits = 1 << 18, kLeastBlockRows = 64, kMostBlockRows = 384;
+constexpr int64_t kFewClassesNumbers = 4 << 20;
+// Where dW has so few numbers, groups of blocks have sums of their own.
+constexpr int64_t kSummedApart = 1 << 17;
 
 enum Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
 
@@ -75,6 +85,8 @@ class CrossEntropy {
     for (int64_t row = 0; row < rows_; ++row)
       if (losses_.counts(targets_, row, op)) valid_.push_back(row);
     for (int64_t row : valid_) target_weight_ += losses_.weight_of(targets_[row]);
+    by_rows_ = classes_ <= kFewClasses;
+    if (by_rows_) tile_ = classes_, tiles_ = groups_ = 1;
     tile_weights_.resize(tiles_);
     for (int64_t c = 0; c < classes_; ++c) tile_weights_[c / tile_] += static_cast<A>(losses_.weight_of(c));
   }
@@ -145,6 +157,7 @@ class CrossEntropy {
   void chunks(bool keep, Gradients& gradients, const Known& known) {
     const int64_t count = static_cast<int64_t>(valid_.size());
     if (count == 0 || classes_ == 0) return;
+    if (by_rows_) return blocks_of_rows(gradients, known);
     const int64_t usual = std::clamp(up(depth_, 64), kLeastChunkRows, kMostChunkRows);
     int64_t most = std::clamp<int64_t>(kTileClasses * usual / tile_, usual, 4096);
     if (keep) most = std::min(most, std::max<int64_t>(96, kChunkLogits / classes_ / 64 * 64));
@@ -154,13 +167,13 @@ class CrossEntropy {
   }
 
   // The chunk's rows of the input, as a matrix.
-  const void* gather(const Chunk& chunk, Scratch& copy, int64_t& stride) const {
+  const void* gather(const Chunk& chunk, void* copy, int64_t& stride) const {
     const char* data = static_cast<const char*>(input_.const_data_ptr());
     const int64_t bytes = size_of(dtype_);
     stride = input_.stride(0);
     const char* first = data + valid_[chunk.first] * stride * bytes;
     if (valid_[chunk.first + chunk.rows - 1] - valid_[chunk.first] == chunk.rows - 1) return first;
-    char* out = static_cast<char*>(copy.data());
+    char* out = static_cast<char*>(copy);
     for (int64_t r = 0; r < chunk.rows; ++r)
       std::memcpy(out + r * depth_ * bytes, data + valid_[chunk.first + r] * stride * bytes, depth_ * bytes);
     stride = depth_;
@@ -172,7 +185,7 @@ class CrossEntropy {
     const int64_t R = chunk.rows, ld = products_.row_stride(acc_, R);
     Scratch copy(R * depth_ * size_of(dtype_));
     int64_t x_stride;
-    const void* x = gather(chunk, copy, x_stride);
+    const void* x = gather(chunk, copy.data(), x_stride);
     const PackedMatrix x_columns = pack(
         products_, {.dtype = dtype_, .data = x, .k_stride = 1, .n_stride = x_stride, .depth = depth_, .columns = R});
     const PackedMatrix x_rows =
@@ -361,6 +374,199 @@ class CrossEntropy {
     });
   }
 
+  // Where dW is summed: over all blocks of a chunk, or over each of `count` groups of them apart.
+  struct WeightSums {
+    void* data;
+    int64_t count;
+  };
+
+  // Few classes: blocks of rows, each by one thread.
+  template <class Known>
+  void blocks_of_rows(Gradients& gradients, const Known& known) {
+    const int64_t count = static_cast<int64_t>(valid_.size());
+    const int64_t most = std::clamp(kBlockLogits / classes_ / 64 * 64, kLeastBlockRows, kMostBlockRows);
+    const int64_t block = std::min(most, std::max(kLeastBlockRows, up(blocks(count, kGroups), 64)));
+    const int64_t numbers = up(kFewClassesNumbers / std::max(classes_, std::max(depth_, int64_t{1})), block);
+    const PackedMatrix weight = gradients.input ? pack(products_, rows_of_weight()) : PackedMatrix();
+    const int64_t size = classes_ * depth_;
+    const int64_t sums = size <= kSummedApart ? std::min(kGroups, blocks(std::min(numbers, count), block)) : 1;
+    const Scratch parts(gradients.weight && sums > 1 ? sums * size * static_cast<int64_t>(sizeof(A)) : 0);
+    const WeightSums weight_sums{sums > 1 ? parts.data() : gradients.of_weight.mutable_data_ptr(), sums};
+    for (int64_t first = 0; first < count; first += numbers)
+      run_by_rows({first, std::min(numbers, count - first)}, block, weight, weight_sums, gradients, known);
+    if (!gradients.weight || sums == 1) return;
+    for_ranges(classes_, depth_, 0, [&](int64_t begin, int64_t end, void*) {
+      kernels_.add(acc_, parts.data(), sums, size, begin * depth_, end * depth_);
+    });
+    std::memcpy(gradients.of_weight.mutable_data_ptr(), parts.data(), size * static_cast<int64_t>(sizeof(A)));
+  }
+
+  Matrix rows_of_weight() const {
+    return {.dtype = dtype_,
+            .data = weight_.const_data_ptr(),
+            .k_stride = weight_.stride(0),
+            .n_stride = 1,
+            .depth = classes_,
+            .columns = depth_};
+  }
+
+  template <class Known>
+  void run_by_rows(const Chunk& chunk, int64_t block, const PackedMatrix& weight, const WeightSums& weight_sums,
+                   Gradients& gradients, const Known& known) {
+    const int64_t count = blocks(chunk.rows, block), ld = products_.row_stride(acc_, block);
+    const auto bytes_of = [](int64_t n) { return n * static_cast<int64_t>(sizeof(A)); };
+    const auto part = [&](int64_t n) {
+      return Chunk{chunk.first + n * block, std::min(block, chunk.rows - n * block)};
+    };
+    const auto columns_of = [&](const Chunk& b, const void* x, int64_t stride) {  // X^T
+      return Matrix{.dtype = dtype_, .data = x, .k_stride = 1, .n_stride = stride, .depth = depth_, .columns = b.rows};
+    };
+    const auto rows_of = [&](const Chunk& b, const void* x, int64_t stride) {  // X
+      return Matrix{.dtype = dtype_, .data = x, .k_stride = stride, .n_stride = 1, .depth = b.rows, .columns = depth_};
+    };
+    const Chunk whole = part(0);
+    const int64_t columns_bytes = products_.packed_bytes(columns_of(whole, nullptr, depth_));
+    const int64_t multiply_bytes = std::max(products_.multiply_scratch(dtype_), products_.multiply_scratch(acc_));
+    const int64_t ldx = products_.row_stride(acc_, depth_);
+    const Dtype input_type =
+        gradients.input ? dtype_of(gradients.of_input, "linear_cross_entropy", "grad_input") : dtype_;
+
+    // Of every block: logits, which become derivatives; X for dW; sums of the bias's gradient.
+    const bool keep = gradients.weight;
+    const Scratch logits(bytes_of(classes_ * ld), keep ? count : worker_count(count));
+    const Scratch panels(keep ? products_.packed_bytes(rows_of(whole, nullptr, depth_)) : 0, count);
+    const Scratch bias_sums(gradients.bias ? bytes_of(classes_) : 0, count);
+    const Scratch own(piece_bytes(columns_bytes) + piece_bytes(multiply_bytes) + piece_bytes(bytes_of(8 * ld)) +
+                          piece_bytes(bytes_of(block * ldx)) + piece_bytes(block * depth_ * size_of(dtype_)),
+                      worker_count(count));
+
+    parallel_workers(count, [&](WorkQueue& queue, int64_t worker) {
+      Pieces pieces(own.piece(worker));
+      void* const columns = pieces.take<char>(columns_bytes);
+      void* const scratch = pieces.take<char>(multiply_bytes);
+      A* const base = pieces.take<A>(8 * ld);
+      A* const sum = pieces.take<A>(block * ldx);
+      void* const copy = pieces.take<char>(block * depth_ * size_of(dtype_));
+      const RowArrays at{base, base + ld, base + 2 * ld, base + 3 * ld, base + 4 * ld, base + 5 * ld, base + 6 * ld};
+      std::vector<int64_t> targets(block);
+      std::vector<void*> rows(block);
+      for (int64_t n; queue.take(n);) {
+        const Chunk b = part(n);
+        int64_t stride;
+        const void* x = gather(b, copy, stride);
+        const Matrix of_columns = columns_of(b, x, stride), of_rows = rows_of(b, x, stride);
+        for (int64_t item = 0; item < products_.pack_items(of_columns); ++item)
+          products_.pack(of_columns, columns, item);
+        if (keep)
+          for (int64_t item = 0; item < products_.pack_items(of_rows); ++item)
+            products_.pack(of_rows, panels.piece(n), item);
+        for (int64_t r = 0; r < b.rows; ++r) targets[r] = targets_[valid_[b.first + r]];
+        const LogitTile tile{.dtype = acc_,
+                             .classes = classes_,
+                             .rows = b.rows,
+                             .logits = logits.piece(keep ? n : worker),
+                             .stride = ld,
+                             .bias = bias_,
+                             .class_weight = class_weight_,
+                             .softcap = losses_.options.softcap,
+                             .targets = targets.data(),
+                             .first_class = 0};
+        product({.rows = classes_,
+                 .columns = b.rows,
+                 .depth = depth_,
+                 .a_type = dtype_,
+                 .a = weight_.const_data_ptr(),
+                 .a_row_stride = weight_.stride(0),
+                 .packed_b = columns,
+                 .c_type = acc_,
+                 .c = tile.logits,
+                 .c_stride = ld},
+                scratch);
+        if (known_max_) {
+          kernels_.sums(tile, {nullptr, nullptr, nullptr, at.hit_logits});
+        } else {
+          kernels_.sums(tile, {.max = at.max,
+                               .sum = at.sum,
+                               .weighted = smooths() ? at.weighted : nullptr,
+                               .hit_logits = at.hit_logits});
+          kernels_.combine({.dtype = acc_,
+                            .tiles = 1,
+                            .rows = b.rows,
+                            .stride = ld,
+                            .max = at.max,
+                            .sum = at.sum,
+                            .weighted = smooths() ? at.weighted : nullptr,
+                            .tile_weights = tile_weights_.data()});
+        }
+        known(b, at);
+        if (!gradients.any()) continue;
+        if (gradients.bias) std::fill_n(static_cast<A*>(bias_sums.piece(n)), classes_, A(0));
+        kernels_.gradient(tile, {.max = at.max,
+                                 .p_scale = at.p_scale,
+                                 .hit = at.hit,
+                                 .spread = smooths() ? at.spread : nullptr,
+                                 .hit_logits = at.hit_logits,
+                                 .bias_sums = gradients.bias ? bias_sums.piece(n) : nullptr});
+        if (!gradients.input || depth_ == 0) continue;
+        for (int64_t r = 0; r < b.rows; ++r)
+          rows[r] = static_cast<char*>(gradients.of_input.mutable_data_ptr()) +
+                    valid_[b.first + r] * depth_ * size_of(input_type);
+        Product to_rows{.rows = b.rows,
+                        .columns = depth_,
+                        .depth = classes_,
+                        .a_type = acc_,
+                        .a = tile.logits,
+                        .a_row_stride = 1,
+                        .a_k_stride = ld,
+                        .packed_b = weight.data(),
+                        .c_type = acc_};
+        if (input_type == acc_) {
+          to_rows.c_rows = rows.data();
+          product(to_rows, scratch);
+          continue;
+        }
+        to_rows.c = sum, to_rows.c_stride = ldx;
+        product(to_rows, scratch);
+        products_.scatter({.source_type = acc_,
+                           .source = sum,
+                           .source_stride = ldx,
+                           .dtype = input_type,
+                           .count = b.rows,
+                           .columns = depth_,
+                           .rows = rows.data()},
+                          0, b.rows);
+      }
+    });
+
+    if (gradients.bias)
+      for (int64_t n = 0; n < count; ++n)
+        for (int64_t c = 0; c < classes_; ++c)
+          static_cast<A*>(gradients.of_bias.mutable_data_ptr())[c] += static_cast<const A*>(bias_sums.piece(n))[c];
+    if (!keep) return;
+    Product of_weight{.rows = classes_,
+                      .columns = depth_,
+                      .depth = block,
+                      .a_type = acc_,
+                      .a_row_stride = ld,
+                      .c_type = acc_,
+                      .c_stride = depth_};
+    const int64_t items = products_.cut(of_weight, torch::stable::get_num_threads());
+    const double work = static_cast<double>(classes_ * depth_) * static_cast<double>(chunk.rows);
+    for_items(items * weight_sums.count, work, products_.multiply_scratch(acc_), [&](int64_t item, void* scratch) {
+      const int64_t group = item / items;
+      Product p = of_weight;
+      p.c = static_cast<A*>(weight_sums.data) + group * classes_ * depth_;
+      p.accumulate = chunk.first > 0;
+      for (int64_t n = group * count / weight_sums.count; n < (group + 1) * count / weight_sums.count; ++n) {
+        p.depth = part(n).rows;
+        p.a = logits.piece(n);
+        p.packed_b = panels.piece(n);
+        products_.multiply(p, item % items, scratch);
+        p.accumulate = true;
+      }
+    });
+  }
+
   void product(Product p, void* scratch) const {
     const int64_t items = products_.cut(p, 0);
     for (int64_t item = 0; item < items; ++item) products_.multiply(p, item, scratch);
@@ -375,6 +581,7 @@ class CrossEntropy {
   const A *const class_weight_, *const bias_;
   const RowLosses<A> losses_;
   int64_t tile_, tiles_, groups_;
+  bool by_rows_;  // few classes
   std::vector<int64_t> valid_;
   std::vector<A> tile_weights_;
   double target_weight_ = 0;

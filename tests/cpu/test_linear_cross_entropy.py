@@ -23,6 +23,7 @@ def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+MANY = 2100  # classes: up to 2048 the kernel divides the rows, not the classes
 TARGET = torch.tensor([3, -100, 0, 6, 6, -100, 2])
 OURS = seqkern.linear_cross_entropy
 
@@ -61,8 +62,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_error_rule(options, dtype, isa, passes):
-    with poison():
-        passes(check_case(linear_cross_entropy_case(**options), dtype))
+    for size in ({}, {"classes": MANY}):
+        with poison():
+            passes(check_case(linear_cross_entropy_case(**options, **size), dtype))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 17, 64, 130])
@@ -73,11 +75,16 @@ def test_error_rule_at_other_sizes(rows, classes, depth, dtype, isa, passes):
             passes(check_case(linear_cross_entropy_case(rows, classes, depth, reduction=reduction), dtype))
 
 
-@pytest.mark.parametrize("classes", [65, pytest.param(9000, marks=pytest.mark.slow)])
-def test_error_rule_of_several_chunks(classes, isa, passes):
-    for dtype, reduction in itertools.product((torch.float32, torch.bfloat16), ("mean", "none")):
+@pytest.mark.parametrize(
+    ("rows", "classes", "depth"),
+    [(700, 65, 16), (900, 700, 200), (2300, 2040, 16), (700, MANY, 16),
+     pytest.param(4500, 9000, 16, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_error_rule_of_several_blocks_and_chunks(rows, classes, depth, isa, passes):
+    for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({}, {"reduction": "none"})):
+        options |= {"bias": True, "ignored": 0.05}
         with poison():
-            passes(check_case(linear_cross_entropy_case(4500, classes, 16, bias=True, reduction=reduction), dtype))
+            passes(check_case(linear_cross_entropy_case(rows, classes, depth, **options), dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -250,8 +257,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, reduction, isa):
-    x, w = LAYOUTS[layout](7), LAYOUTS[layout](33)
+@pytest.mark.parametrize("classes", [33, MANY])
+def test_layouts(classes, layout, reduction, isa):
+    x, w = LAYOUTS[layout](7), LAYOUTS[layout](classes)
     before = x.clone(), w.clone()
 
     def function(x, w):
@@ -289,8 +297,9 @@ def test_empty(rows, classes, depth, isa):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_same_bits_on_any_number_of_threads(reduction, isa):
-    x, w, b = draw(301, 40), draw(1001, 40, seed=1), draw(1001, seed=2)
+@pytest.mark.parametrize(("classes", "depth"), [(1001, 40), (1001, 140), (MANY, 40)])
+def test_same_bits_on_any_number_of_threads(classes, depth, reduction, isa):
+    x, w, b = draw(301, depth), draw(classes, depth, seed=1), draw(classes, seed=2)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 7):
