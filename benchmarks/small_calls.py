@@ -57,6 +57,26 @@ def _ops() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Tenso
             [_leaf(1, 4, 16, 32) for _ in range(3)],
         ),
     }
+    w1, b1, w2, b2 = _leaf(128, 64), _leaf(128), _leaf(64, 128), _leaf(64)
+    ops["ffn 8 x 64 x 128"] = (
+        seqkern.ffn,
+        lambda x, w1, b1, w2, b2: F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2),
+        [x, w1, b1, w2, b2],
+    )
+    lengths = torch.tensor([16, 9])
+    visible = (torch.arange(16) < lengths[:, None])[:, None, None]
+    ops["attention 2 x 4 x 16 x 32, lengths"] = (
+        lambda q, k, v: seqkern.attention(q, k, v, key_lengths=lengths),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, visible),
+        [_leaf(2, 4, 16, 32) for _ in range(3)],
+    )
+    attend, attended = (each.MultiheadAttention(64, 4, batch_first=True) for each in (seqkern.nn, torch.nn))
+    attended.load_state_dict(attend.state_dict())
+    ops["MultiheadAttention 2 x 16 x 64"] = (
+        lambda x: attend(x, x, x, need_weights=False)[0],
+        lambda x: attended(x, x, x, need_weights=False)[0],
+        [_leaf(2, 16, 64)],
+    )
     for mode in ("LSTM", "GRU", "RNN"):
         theirs, ours = getattr(torch.nn, mode)(64, 64), getattr(seqkern.nn, mode)(64, 64)
         ours.load_state_dict(theirs.state_dict())

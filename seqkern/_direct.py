@@ -1,6 +1,7 @@
 """The fast path: the Python half of csrc/common/node.h.
 
-`layer_norm`, `glu`, `ffn`, `rope`, `attention`, `attention_decode`, `rnn` and `rnn_cell` take what their fronts in
+`layer_norm`, `glu`, `ffn`, `rope`, `attention`, `attention_decode`, `self_attention`, `rnn` and
+`rnn_cell` take what their fronts in
 csrc/*/node.cpp read, and return an op's results, bitwise the op's, or None for any call that is not the plain one: then
 the dispatcher takes it, and finds the errors. Each is called only where `fast()` holds.
 
@@ -78,7 +79,17 @@ def _nothing(*arguments: Any) -> None:
 
 FRONTS = _load()
 enabled = bool(FRONTS)  # the tests turn it off
-layer_norm, glu, ffn, rope, attention, attention_decode, rnn, rnn_cell = (
+layer_norm, glu, ffn, rope, attention, attention_decode, self_attention, rnn, rnn_cell = (
     FRONTS.get(name, _nothing)
-    for name in ("layer_norm", "glu", "ffn", "rope", "attention", "attention_decode", "rnn", "rnn_cell")
+    for name in (
+        "layer_norm",
+        "glu",
+        "ffn",
+        "rope",
+        "attention",
+        "attention_decode",
+        "self_attention",
+        "rnn",
+        "rnn_cell",
+    )
 )

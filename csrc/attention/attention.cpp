@@ -106,12 +106,14 @@ struct DecodeChunks {
   int64_t partial = 0, counter = 0;     // indices, of the first key head's
 };
 
-std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optional<Tensor>& sinks) {
+// The output goes to `into` where there is one, of any strides with contiguous rows.
+std::tuple<Tensor, Tensor> forward(const AttentionArguments& a, const std::optional<Tensor>& sinks,
+                                   const std::optional<Tensor>& into = std::nullopt) {
   const AttentionProblem p = check(a);
   const AttentionShape& shape = p.shape;
   check_attention_sinks(a, p, sinks);
   const std::optional<Tensor> sink_row = sinks ? std::optional(as_contiguous(*sinks)) : std::nullopt;
-  const Tensor out = p.rows_tensor(a.query, p.heads, p.query_rows, shape.value_dim);
+  const Tensor out = into ? *into : p.rows_tensor(a.query, p.heads, p.query_rows, shape.value_dim);
   const Tensor lse = empty(a.query, {p.batch, p.heads, p.query_rows}, lse_type(p));
   if (p.heads == 0 || p.batch == 0 || p.query_rows == 0) return {out, lse};
 
@@ -437,8 +439,10 @@ void run_mask(const Backward& b, const char* op) {
   });
 }
 
+// The gradients of query, key and value go to `into` where there is one.
 AttentionGradients backward(const AttentionArguments& a, const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                            const Tensor& out, const Tensor& lse, bool need_mask, bool need_slopes) {
+                            const Tensor& out, const Tensor& lse, bool need_mask, bool need_slopes,
+                            const Tensor* into = nullptr) {
   const char* op = a.op;
   AttentionProblem p = check(a);
   AttentionShape& shape = p.shape;
@@ -451,9 +455,9 @@ AttentionGradients backward(const AttentionArguments& a, const Tensor& grad_out,
   const auto sequences = static_cast<int64_t>(p.sequences.size());
 
   AttentionGradients g{
-      .query = p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
-      .key = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
-      .value = p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
+      .query = into ? into[0] : p.rows_tensor(a.query, p.heads, p.query_rows, shape.head_dim),
+      .key = into ? into[1] : p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.head_dim),
+      .value = into ? into[2] : p.rows_tensor(a.query, p.kv_heads, p.key_rows, shape.value_dim),
       .mask = need_mask ? empty(a.query, {p.mask->size(0), p.mask->size(1), p.mask->size(2), p.mask->size(3)},
                                 p.mask->scalar_type())
                         : empty(a.query, {0}, p.type),
@@ -554,8 +558,53 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
   return {g.query, g.key, g.value, g.mask, g.distance};
 }
 
+// Of a layer's queries, keys and values in one matrix: results go to views of one.
+AttentionArguments self_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const std::optional<Tensor>& none, const std::optional<Tensor>& key_lengths,
+                                  int64_t left, int64_t right, double scale) {
+  return {.op = op,
+          .query = query,
+          .key = key,
+          .value = value,
+          .attn_mask = none,
+          .query_starts = none,
+          .key_starts = none,
+          .key_lengths = key_lengths,
+          .alibi_slopes = none,
+          .seed = none,
+          .max_queries = query.size(2),
+          .max_keys = key.size(2),
+          .diagonal = 0,
+          .lower_right = false,
+          .left = left,
+          .right = right,
+          .scale = scale,
+          .softcap = 0,
+          .dropout_p = 0};
+}
+
+Tensor self_attention_fwd(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const std::optional<Tensor>& key_lengths, const Tensor& out, int64_t left, int64_t right,
+                          double scale) {
+  const std::optional<Tensor> none;
+  const auto a = self_attention("attention_fwd", query, key, value, none, key_lengths, left, right, scale);
+  return std::get<1>(forward(a, none, out));
+}
+
+void self_attention_bwd(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const Tensor& out, const Tensor& lse, const std::optional<Tensor>& key_lengths,
+                        const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value, int64_t left,
+                        int64_t right, double scale) {
+  const std::optional<Tensor> none;
+  const auto a = self_attention("attention_bwd", query, key, value, none, key_lengths, left, right, scale);
+  const Tensor into[3] = {grad_query, grad_key, grad_value};
+  backward(a, grad_out, none, out, lse, false, false, into);
+}
+
 SK_DIRECT_OP(attention_fwd)
 SK_DIRECT_OP(attention_bwd)
+SK_DIRECT_OP(self_attention_fwd)
+SK_DIRECT_OP(self_attention_bwd)
 
 }  // namespace
 

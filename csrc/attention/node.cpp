@@ -49,6 +49,13 @@ bool read_side(PyObject* object, int64_t& side) {
   return object == Py_None || (read_integer(object, side) && -1 <= side && side < kLargest);
 }
 
+bool read_window(PyObject* object, int64_t& left, int64_t& right) {
+  left = right = -1;
+  if (object == Py_None) return true;
+  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2 && read_side(PyTuple_GET_ITEM(object, 0), left) &&
+         read_side(PyTuple_GET_ITEM(object, 1), right);
+}
+
 // (query, key, value, causal, at the lower right, window, scale, softcap, one key head for each query head, lengths of
 // the keys) -> output.
 PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
@@ -65,14 +72,10 @@ PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
   NativeTensor lengths;
   if (!read_lengths(arguments[9], query->size(0), lengths)) return nullptr;
   const int64_t queries = query->size(2), keys = key->size(2);
-  PyObject* window = arguments[5];
-  int64_t left = -1, right = -1;
-  if (window != Py_None) {
-    if (!PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2) return nullptr;
-    if (!read_side(PyTuple_GET_ITEM(window, 0), left) || !read_side(PyTuple_GET_ITEM(window, 1), right)) return nullptr;
-  }
+  int64_t left, right;
+  if (!read_window(arguments[5], left, right)) return nullptr;
   if (causal) right = 0;
-  const int64_t diagonal = lower_right && (causal || window != Py_None) ? keys - queries : 0;
+  const int64_t diagonal = lower_right && (causal || arguments[5] != Py_None) ? keys - queries : 0;
   double scale = 1 / std::sqrt(static_cast<double>(query->size(3))), softcap = 0;
   if (arguments[6] != Py_None && !(read_number(arguments[6], scale) && std::abs(scale) <= 3.4e38)) return nullptr;
   if (arguments[7] != Py_None && !read_number(arguments[7], softcap)) return nullptr;
@@ -101,6 +104,89 @@ PyObject* attention(PyObject* const* arguments, Py_ssize_t) {
 }
 
 SK_FRONT(attention, 10, attention)
+
+// ---- self-attention of a layer --------------------------------------------------------------------------------------
+
+const Function<self_attention_fwd> self_forward("self_attention_fwd");
+const Function<self_attention_bwd> self_backward("self_attention_bwd");
+
+// Queries, keys and values as one product wrote them, (B, N, (H + 2 Hk) D) or tokens first, (N, B, ...); the output and
+// its gradient are (B, N, H D) or (N, B, H D). Each is seen as (B, heads, N, D), where it lies.
+struct Packing {
+  int64_t heads, kv_heads, head_dim;
+  bool batch_first;
+  NativeTensor view(const NativeTensor& t, int64_t first_head, int64_t count) const {
+    const int64_t width = t.size(2);
+    const int64_t batch = t.size(batch_first ? 0 : 1), tokens = t.size(batch_first ? 1 : 0);
+    return in_strides(t, {batch, count, tokens, head_dim},
+                      {batch_first ? tokens * width : width, head_dim, batch_first ? width : batch * width, 1},
+                      first_head * head_dim);
+  }
+  NativeTensor query(const NativeTensor& t) const { return view(t, 0, heads); }
+  NativeTensor key(const NativeTensor& t) const { return view(t, heads, kv_heads); }
+  NativeTensor value(const NativeTensor& t) const { return view(t, heads + kv_heads, kv_heads); }
+};
+
+// saved: the product, lse, lengths where there are any, then the output; numbers: heads, key heads, batch first, left,
+// right, scale.
+const Rule kSelfAttention("SelfAttentionNode", [](const Call& call) -> variable_list {
+  const NativeTensor &both = call.saved[0], &out = call.saved.back();
+  const NativeTensor grad = call.grads[0].contiguous();
+  const NativeTensor lengths = call.saved.size() > 3 ? call.saved[2] : NativeTensor();
+  const auto number = [&](size_t n) { return static_cast<int64_t>(call.numbers[n]); };
+  const int64_t heads = number(0), kv_heads = number(1);
+  const Packing packing{heads, kv_heads, both.size(2) / (heads + 2 * kv_heads), number(2) != 0};
+  if (!both.is_contiguous() || !out.is_contiguous() || grad.sizes() != out.sizes()) return {};
+  const NativeTensor found = at::detail::empty_cpu(both.sizes(), both.scalar_type());
+  self_backward(stable(packing.query(grad)), stable(packing.query(both)), stable(packing.key(both)),
+                stable(packing.value(both)), stable(packing.query(out)), stable(call.saved[1]), maybe(lengths),
+                stable(packing.query(found)), stable(packing.key(found)), stable(packing.value(found)), number(3),
+                number(4), call.numbers[5]);
+  return {found};
+});
+
+// (product, heads, key heads, batch first, causal, window, lengths) -> output.
+PyObject* self_attention(PyObject* const* arguments, Py_ssize_t) {
+  const NativeTensor* both = read(arguments[0]);
+  Packing packing{};
+  bool causal;
+  int64_t left, right;
+  if (!both || both->dim() != 3 || !both->is_contiguous() || !read_integer(arguments[1], packing.heads) ||
+      !read_integer(arguments[2], packing.kv_heads) || !read_flag(arguments[3], packing.batch_first) ||
+      !read_flag(arguments[4], causal) || !read_window(arguments[5], left, right))
+    return nullptr;
+  const int64_t heads = packing.heads, kv_heads = packing.kv_heads;
+  if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || both->size(2) % (heads + 2 * kv_heads) != 0) return nullptr;
+  packing.head_dim = both->size(2) / (heads + 2 * kv_heads);
+  NativeTensor lengths;
+  if (!read_lengths(arguments[6], both->size(packing.batch_first ? 0 : 1), lengths)) return nullptr;
+  if (causal) right = 0;
+  const double scale = 1 / std::sqrt(static_cast<double>(packing.head_dim));
+
+  NativeTensor out, lse;
+  {
+    const WithoutPython free;
+    out = at::detail::empty_cpu({both->size(0), both->size(1), heads * packing.head_dim}, both->scalar_type());
+    lse = native(self_forward(stable(packing.query(*both)), stable(packing.key(*both)), stable(packing.value(*both)),
+                              maybe(lengths), stable(packing.query(out)), left, right, scale));
+  }
+  if (wanted({both})) {
+    variable_list saved{*both, lse};
+    if (lengths.defined()) saved.push_back(lengths);
+    remember({.rule = kSelfAttention,
+              .inputs = {both},
+              .results = {out},
+              .saved = std::move(saved),
+              .saved_results = {0},
+              .kept = {},
+              .numbers = {static_cast<double>(heads), static_cast<double>(kv_heads),
+                          static_cast<double>(packing.batch_first), static_cast<double>(left),
+                          static_cast<double>(right), scale}});
+  }
+  return wrap(out);
+}
+
+SK_FRONT(self_attention, 7, self_attention)
 
 // ---- decoding -------------------------------------------------------------------------------------------------------
 

@@ -121,11 +121,24 @@ bool read_flag(PyObject* object, bool& flag) {
   return flag || object == Py_False;
 }
 
-NativeTensor in_shape(const NativeTensor& t, at::IntArrayRef sizes) {
+namespace {
+NativeTensor alias_of(const NativeTensor& t, int64_t offset) {
   NativeTensor alias = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()),
                                                                 t.key_set(), t.dtype());
-  alias.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
+  alias.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset() + offset);
+  return alias;
+}
+}  // namespace
+
+NativeTensor in_shape(const NativeTensor& t, at::IntArrayRef sizes) {
+  NativeTensor alias = alias_of(t, 0);
   alias.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return alias;
+}
+
+NativeTensor in_strides(const NativeTensor& t, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  NativeTensor alias = alias_of(t, offset);
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return alias;
 }
 

@@ -77,6 +77,8 @@ bool read_flag(PyObject* object, bool& flag);
 
 // An alias of the same contiguous memory in another shape of as many elements, unknown to autograd.
 NativeTensor in_shape(const NativeTensor& t, at::IntArrayRef sizes);
+// An alias from element `offset` on, by sizes and strides.
+NativeTensor in_strides(const NativeTensor& t, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset);
 
 // Gives the lock of the interpreter away while it lives.
 class WithoutPython {

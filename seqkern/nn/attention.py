@@ -11,6 +11,8 @@ from torch.nn.functional import dropout, linear, pad
 from torch.types import Device
 from torch.utils.checkpoint import checkpoint
 
+from seqkern import _direct
+from seqkern._direct import fast
 from seqkern._keywords import explicit, refuse
 from seqkern.nn.attention_cache import AttentionCache, AttentionPages
 from seqkern.nn.layer_norm import RMSNorm
@@ -243,7 +245,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if key_padding_mask is not None and key_padding_mask.dim() == 1:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         if query is key and key is value and self._qkv_same_embed_dim:
-            q, k, v = self._self_heads(query)
+            both = linear(query, self.in_proj_weight, self.in_proj_bias)
+            masks = (key_padding_mask, attn_mask, weight_rows, cache, positions)
+            if not need_weights and self._plain and all(t is None for t in masks) and fast():
+                found: Tensor | None = _direct.self_attention(
+                    both, self.num_heads, self.num_kv_heads or self.num_heads, self.batch_first, is_causal, self.window,
+                    key_lengths,
+                )  # fmt: skip
+                if found is not None:
+                    return self._projected(found, batched), None
+            q, k, v = self._self_heads(both)
         else:
             q, k, v = self._heads(*self._project(query, key, value))
         if self.qk_norm:
@@ -346,9 +357,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         return tuple(t.unflatten(-1, (t.shape[-1] // self.head_dim, self.head_dim)).permute(order) for t in projected)
 
-    def _self_heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """As `_heads`, where query, key and value are one: in half the operations."""
-        both = linear(x, self.in_proj_weight, self.in_proj_bias)
+    @property
+    def _plain(self) -> bool:
+        """Whether nothing but a window comes between the first product and the last."""
+        added = self.rope is not None or self.qk_norm or self.bias_k is not None or self.add_zero_attn
+        return not added and not (self.training and self.dropout)
+
+    def _self_heads(self, both: Tensor) -> tuple[Tensor, ...]:
+        """As `_heads`, of the product of an input that is query, key and value: in half the operations."""
         heads = self.num_kv_heads or self.num_heads
         every = both.view(*both.shape[:2], self.num_heads + 2 * heads, self.head_dim)
         every = every.transpose(1, 2) if self.batch_first else every.permute(1, 2, 0, 3)
@@ -378,7 +394,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _output(self, out: Tensor, batched: bool) -> Tensor:
         """The heads side by side, in the layout of the query, through the last product."""
         out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
-        out = out.flatten(2)
+        return self._projected(out.flatten(2), batched)
+
+    def _projected(self, out: Tensor, batched: bool) -> Tensor:
         out = linear(out, self.out_proj.weight, self.out_proj.bias)
         return out if batched else out.squeeze(0 if self.batch_first else 1)
 

@@ -287,6 +287,33 @@ def _backward_of_node(
     return found.tensors.query, found.tensors.key, found.tensors.value
 
 
+@long_way("SelfAttentionNode")
+def _backward_of_self_attention(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Any],
+    kept: Sequence[Tensor],
+    numbers: Sequence[float],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradient of queries, keys and values as one product wrote them; it is differentiable again."""
+    both, lse, *lengths, out = saved
+    heads, kv_heads, batch_first, left, right = map(int, numbers[:5])
+    order = (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)  # (batch, heads, tokens, head_dim)
+    assert grads[0] is not None
+
+    def split(t: Tensor, count: int) -> Tensor:
+        return t.unflatten(2, (count, t.shape[2] // count)).permute(order)
+
+    parts = split(both, heads + 2 * kv_heads).split((heads, kv_heads, kv_heads), 1)
+    numbers = (0, left, right, numbers[5], 0.0)
+    found = _backward_of_node(
+        [split(grads[0], heads)], [*parts, lse, *lengths, split(out, heads)], kept, numbers, [True] * 3
+    )
+    joined = torch.cat([t for t in found if t is not None], 1)
+    back = (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
+    return [joined.permute(back).flatten(2)]
+
+
 def _sum_of_rows(t: Tensor) -> Tensor:
     """The sum over the last dimension, in pieces: bitwise the same on any number of threads."""
     length = 1024

@@ -366,6 +366,19 @@ def wide(t):
     return torch.promote_types(t.dtype, torch.float32)
 
 
+def _self_attention(heads, options, key_lengths=None, is_causal=False):
+    """A layer's self-attention as a function of its input and its parameters."""
+    layer = seqkern.nn.MultiheadAttention(8 * heads, heads, **options)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def call(x, *parameters):
+        given = dict(zip(names, parameters, strict=True))
+        options = {"need_weights": False, "key_lengths": key_lengths, "is_causal": is_causal}
+        return torch.func.functional_call(layer, given, (x, x, x), options)[0]
+
+    return call, [(3, 7, 8 * heads), *(tuple(p.shape) for p in layer.parameters())]
+
+
 def _calls():
     """By name: a function of tensors that must all have gradients, and the shapes of these."""
     calls = {
@@ -385,6 +398,11 @@ def _calls():
         "scaled_dot_product_attention": (
             lambda q, k, v: seqkern.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3),
             [(2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 5)],
+        ),
+        "self-attention": _self_attention(4, {"batch_first": True, "num_kv_heads": 2}, torch.tensor([7, 0, 4])),
+        "self-attention, tokens first": _self_attention(2, {"bias": False}, is_causal=True),
+        "self-attention, wide": _self_attention(
+            2, {"batch_first": True, "head_dim": 24, "window": (2, 1)}, torch.tensor([7, 5, 1], dtype=torch.int32)
         ),
         "ffn": (seqkern.ffn, [(2, 3, 6), (10, 6), (10,), (4, 10), (4,)]),
         "ffn, gated": (
