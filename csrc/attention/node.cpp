@@ -136,7 +136,10 @@ const Rule kSelfAttention("SelfAttentionNode", [](const Call& call) -> variable_
   const auto number = [&](size_t n) { return static_cast<int64_t>(call.numbers[n]); };
   const int64_t heads = number(0), kv_heads = number(1);
   const Packing packing{heads, kv_heads, both.size(2) / (heads + 2 * kv_heads), number(2) != 0};
-  if (!both.is_contiguous() || !out.is_contiguous() || grad.sizes() != out.sizes()) return {};
+  if (!both.is_contiguous() || !out.is_contiguous() || grad.sizes() != out.sizes() ||
+      out.size(2) != heads * packing.head_dim || both.size(2) != (heads + 2 * kv_heads) * packing.head_dim ||
+      both.size(0) != out.size(0) || both.size(1) != out.size(1))
+    return {};
   const NativeTensor found = at::detail::empty_cpu(both.sizes(), both.scalar_type());
   self_backward(stable(packing.query(grad)), stable(packing.query(both)), stable(packing.key(both)),
                 stable(packing.value(both)), stable(packing.query(out)), stable(call.saved[1]), maybe(lengths),

@@ -43,7 +43,7 @@ constexpr int64_t kChunkLogits = 16 << 20;
 // rows, there are so many numbers.
 constexpr int64_t kFewClasses = 2048;
 constexpr int64_t kBlockLogits = 1 << 18, kLeastBlockRows = 64, kMostBlockRows = 384;
-constexpr int64_t kFewClassesNumbers = 4 << 20;
+constexpr int64_t kFewClassesNumbers = 2 << 20;
 // Where dW has so few numbers, groups of blocks have sums of their own.
 constexpr int64_t kSummedApart = 1 << 17;
 
@@ -385,15 +385,16 @@ class CrossEntropy {
   void blocks_of_rows(Gradients& gradients, const Known& known) {
     const int64_t count = static_cast<int64_t>(valid_.size());
     const int64_t most = std::clamp(kBlockLogits / classes_ / 64 * 64, kLeastBlockRows, kMostBlockRows);
-    const int64_t block = std::min(most, std::max(kLeastBlockRows, up(blocks(count, kGroups), 64)));
-    const int64_t numbers = up(kFewClassesNumbers / std::max(classes_, std::max(depth_, int64_t{1})), block);
+    const int64_t block = std::min({most, std::max(kLeastBlockRows, up(blocks(count, kGroups), 64)), up(count, 16)});
+    // Rows of a chunk. X is packed in whole panels: 64 rows a row at least.
+    const int64_t rows = up(std::max(block, kFewClassesNumbers / std::max({classes_, depth_, int64_t{64}})), block);
     const PackedMatrix weight = gradients.input ? pack(products_, rows_of_weight()) : PackedMatrix();
     const int64_t size = classes_ * depth_;
-    const int64_t sums = size <= kSummedApart ? std::min(kGroups, blocks(std::min(numbers, count), block)) : 1;
+    const int64_t sums = size <= kSummedApart ? std::min(kGroups, blocks(std::min(rows, count), block)) : 1;
     const Scratch parts(gradients.weight && sums > 1 ? sums * size * static_cast<int64_t>(sizeof(A)) : 0);
     const WeightSums weight_sums{sums > 1 ? parts.data() : gradients.of_weight.mutable_data_ptr(), sums};
-    for (int64_t first = 0; first < count; first += numbers)
-      run_by_rows({first, std::min(numbers, count - first)}, block, weight, weight_sums, gradients, known);
+    for (int64_t first = 0; first < count; first += rows)
+      run_by_rows({first, std::min(rows, count - first)}, block, weight, weight_sums, gradients, known);
     if (!gradients.weight || sums == 1) return;
     for_ranges(classes_, depth_, 0, [&](int64_t begin, int64_t end, void*) {
       kernels_.add(acc_, parts.data(), sums, size, begin * depth_, end * depth_);

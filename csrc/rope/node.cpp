@@ -84,14 +84,14 @@ PyObject* rope_of(PyObject* const* arguments, Py_ssize_t) {
   }
   const bool wide = query->scalar_type() == at::kDouble;
   NativeTensor cos, sin, frequencies;
+  if (!read_integer(arguments[2], position)) return nullptr;
   if (arguments[3] != Py_None) {
     if (arguments[5] != Py_None ||
         !read_tables(arguments[3], wide ? at::kDouble : at::kFloat, query->size(0), tokens, rotary_dim, cos, sin))
       return nullptr;
   } else {
-    if (!read_integer(arguments[2], position) || position < -kLargest || position > kLargest ||
-        !read_number(arguments[4], theta) || !(theta > 0) || !read_number(arguments[6], scaling) ||
-        !read_optional(arguments[5], frequencies))
+    if (position < -kLargest || position > kLargest || !read_number(arguments[4], theta) || !(theta > 0) ||
+        !read_number(arguments[6], scaling) || !read_optional(arguments[5], frequencies))
       return nullptr;
     if (frequencies.defined() && (frequencies.scalar_type() != at::kDouble || frequencies.dim() != 1 ||
                                   frequencies.size(0) != rotary_dim / 2 || wanted({&frequencies})))

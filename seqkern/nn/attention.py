@@ -394,7 +394,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _output(self, out: Tensor, batched: bool) -> Tensor:
         """The heads side by side, in the layout of the query, through the last product."""
         out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
-        return self._projected(out.flatten(2), batched)
+        return self._projected(out.flatten(2).contiguous(), batched)
 
     def _projected(self, out: Tensor, batched: bool) -> Tensor:
         out = linear(out, self.out_proj.weight, self.out_proj.bias)

@@ -302,7 +302,7 @@ def _backward_of_self_attention(
     assert grads[0] is not None
 
     def split(t: Tensor, count: int) -> Tensor:
-        return t.unflatten(2, (count, t.shape[2] // count)).permute(order)
+        return t.reshape(*t.shape[:2], count, t.shape[2] // count).permute(order)
 
     parts = split(both, heads + 2 * kv_heads).split((heads, kv_heads, kv_heads), 1)
     numbers = (0, left, right, numbers[5], 0.0)
@@ -311,7 +311,7 @@ def _backward_of_self_attention(
     )
     joined = torch.cat([t for t in found if t is not None], 1)
     back = (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
-    return [joined.permute(back).flatten(2)]
+    return [joined.permute(back).reshape(both.shape)]
 
 
 def _sum_of_rows(t: Tensor) -> Tensor:

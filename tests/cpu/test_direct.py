@@ -401,6 +401,7 @@ def _calls():
         ),
         "self-attention": _self_attention(4, {"batch_first": True, "num_kv_heads": 2}, torch.tensor([7, 0, 4])),
         "self-attention, tokens first": _self_attention(2, {"bias": False}, is_causal=True),
+        "self-attention, one head": _self_attention(1, {}, torch.tensor([3, 2, 0, 1, 3, 3, 1])),
         "self-attention, wide": _self_attention(
             2, {"batch_first": True, "head_dim": 24, "window": (2, 1)}, torch.tensor([7, 5, 1], dtype=torch.int32)
         ),
@@ -488,6 +489,21 @@ def test_the_same_bits_as_the_op(name, dtype, isa, monkeypatch):
             assert (a.shape, a.dtype, a.requires_grad, a.is_leaf) == (b.shape, b.dtype, b.requires_grad, b.is_leaf)
             assert a.stride() == b.stride()
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_batch_of_gradients_of_every_op(name, monkeypatch):
+    function, shapes = CALLS[name]
+    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+    def gradients():
+        results = [t for t in _flat(function(*leaves)) if t.is_floating_point()]
+        cotangents = [torch.linspace(-1, 1, 2 * t.numel(), dtype=t.dtype).view(2, *t.shape) for t in results]
+        return torch.autograd.grad(results, leaves, cotangents, is_grads_batched=True)
+
+    fast = gradients()
+    monkeypatch.setattr(_direct, "enabled", False)
+    torch.testing.assert_close(fast, gradients(), rtol=1e-12, atol=1e-12)
 
 
 @contextlib.contextmanager

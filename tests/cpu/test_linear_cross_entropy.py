@@ -68,7 +68,7 @@ def test_error_rule(options, dtype, isa, passes):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 17, 64, 130])
-@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (3, 15), (65, 16), (127, 257), (9, 4100)])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (3, 15), (65, 16), (127, 257), (9, 4100), (1100, 2)])
 def test_error_rule_at_other_sizes(rows, classes, depth, dtype, isa, passes):
     for reduction in ("mean", "none"):
         with poison():
@@ -270,6 +270,13 @@ def test_layouts(classes, layout, reduction, isa):
     assert all(map(torch.equal, found, run(function, x.contiguous(), w.contiguous())))
     assert torch.equal(x, before[0])
     assert torch.equal(w, before[1])
+
+
+def test_more_columns_than_a_chunk_has_numbers():
+    x, w = draw(1, (1 << 22) + 1), draw(2, (1 << 22) + 1, seed=1)
+    found = run(lambda x, w: OURS(x, w, torch.tensor([1])), x, w)
+    expected = run(lambda x, w: naive(x, w, torch.tensor([1])), x, w)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_any_dimensions_of_rows(isa):
