@@ -68,7 +68,7 @@ def test_error_rule(options, dtype, isa, passes):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 17, 64, 130])
-@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (3, 15), (65, 16), (127, 257), (9, 4100), (1100, 2)])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (3, 15), (65, 16), (127, 257), (9, 4100)])
 def test_error_rule_at_other_sizes(rows, classes, depth, dtype, isa, passes):
     for reduction in ("mean", "none"):
         with poison():
