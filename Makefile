@@ -1,5 +1,5 @@
 # make demo   set everything up, then run the main job (report/index.html)
-# make gallery  set everything up, then train every system of the textbooks (report/gallery/index.html)
+# make gallery  set everything up, then train every system of the textbooks (report/gallery/index.html); SEEDS=3: of three seeds
 # make test   set everything up, then run the tests
 # make prove  set everything up for every GPU target, then run the long tests that `make test` need not repeat
 # make bench  set everything up, then time every op against its peers
@@ -26,9 +26,10 @@ CXX_FILES := '*.cpp' '*.h' '*.cu' '*.cuh'
 
 # The demo needs kernels for the GPUs that are here, if any; test, bench and wheel build them all. What the user sets wins.
 demo gallery: export SEQKERN_CUDA_ARCHS ?= present
+gallery: OPTIONS = $(if $(SEEDS),--seeds $(SEEDS))
 demo gallery:
 	$(MAKE) --no-print-directory build data
-	$(PY) -m examples.$@
+	$(PY) -m examples.$@ $(OPTIONS)
 
 # A source distribution whose data its wheel lacks: examples/data/snippets.py reads it.
 SNIPPETS := build/data/vaderSentiment-3.3.2.tar.gz

@@ -22,6 +22,7 @@ myst_links_external_new_tab = False
 default_role = "code"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_param = False  # else each of several names would have a copy of their text
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
@@ -33,6 +34,7 @@ add_module_names = True
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+html_static_path, html_css_files = ["static"], ["manual.css"]
 html_title = f"seqkern {version}"
 html_copy_source = False
 html_show_sphinx = False

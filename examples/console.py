@@ -118,6 +118,23 @@ def verification_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def verification_summary(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line for each kernel, and one for each case that breaks the rule."""
+    table = Table(
+        "kernel", "cases", "closest to its bound", "share", title="Errors against float64, of outputs and gradients"
+    )
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        own = [row for row in rows if row["kernel"] == kernel]
+        worst = max(own, key=lambda row: row["worst"]["share_of_bound"])
+        name = f"{worst['op']} {worst['dtype']}, {worst['worst']['name']}"
+        table.add_row(kernel, str(len(own)), name, f"{worst['worst']['share_of_bound']:.2f}")
+    for row in rows:
+        if not row["passed"]:
+            table.add_row(row["kernel"], "", f"[red]{row['op']} {row['dtype']}, {row['worst']['name']} FAILED", "")
+    table.caption = "bound: twice torch's error plus two units of the dtype; the report has every case"
+    return table
+
+
 def _error_cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return f"[dim]{NO_KERNEL}"

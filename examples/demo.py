@@ -30,7 +30,7 @@ from examples.console import (
     sweep_table,
     systems_table,
     variants_table,
-    verification_table,
+    verification_summary,
 )
 from seqkern import _explain, _slices
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     verified = verification.run_with_progress()
     sweep = verification.mean_sweep()
-    console.print(verification_table(verified), sweep_table(sweep))
+    console.print(verification_summary(verified), sweep_table(sweep))
     drawn = verification.random_options(QUICK_CASES if options.quick else verification.RANDOM_CASES)
 
     longest = QUICK_LONGEST if options.quick else options.longest
@@ -183,4 +183,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        console.print("Stopped. The report is written at the end: --quick or fewer --steps get there sooner.")
+        raise SystemExit(130) from None

@@ -138,10 +138,13 @@ def verify(
         device: where to run seqkern and torch; the oracle runs on the CPU.
 
     Raises:
+        TypeError: a dtype that is none.
         ValueError: unknown op, backend or tier.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"verify: dtype must be a torch.dtype, got {dtype!r}")
     if op not in CASES:
-        raise ValueError(f"op must be one of {', '.join(CASES)}, got {op!r}")
+        raise ValueError(f"verify: op must be one of {', '.join(CASES)}, got {op!r}")
     tier = _library.use_cpu_isa(isa) if isa else contextlib.nullcontext()
     with seqkern.use_backend(backend), tier:
         return [replace(report, name=f"{op} {report.name}") for report in check_case(CASES[op], dtype, device=device)]

@@ -646,6 +646,8 @@ def test_every_public_function_with_kernels_is_verified():
 def test_verify_rejects_unknown_ops():
     with pytest.raises(ValueError, match="op must be one of"):
         verify("conv", torch.float32)
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype, got 'float32'"):
+        verify("layer_norm", "float32")
 
 
 # ---- documentation ------------------------------------------------------------------------------------------------

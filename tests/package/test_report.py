@@ -6,6 +6,7 @@ import html.parser
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,9 @@ def test_every_error_stands_under_its_op_dtype_and_kernel(seed: int | None) -> N
     printed = rendered(console.verification_table(rows))
     assert [[cell.replace(" FAILED", "") for cell in line] for line in printed[1:]] == shown
     assert sum("FAILED" in cell for line in printed for cell in line) == 1
+    summary = rendered(console.verification_summary(rows))[1:]
+    assert {line[0]: int(line[1]) for line in summary if line[1]} == Counter(row["kernel"] for row in rows)
+    assert sum("FAILED" in line[2] for line in summary) == 1
 
 
 def uneven_results() -> dict[str, Any]:
