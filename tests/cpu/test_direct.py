@@ -503,7 +503,7 @@ def test_a_batch_of_gradients_of_every_op(name, monkeypatch):
 
     fast = gradients()
     monkeypatch.setattr(_direct, "enabled", False)
-    torch.testing.assert_close(fast, gradients(), rtol=1e-12, atol=1e-12)
+    assert all(map(torch.equal, fast, gradients()))
 
 
 @contextlib.contextmanager
