@@ -1,9 +1,8 @@
 """The fast path: the Python half of csrc/common/node.h.
 
-`layer_norm`, `glu`, `ffn`, `rope`, `attention`, `attention_decode`, `self_attention`, `rnn` and
-`rnn_cell` take what their fronts in
-csrc/*/node.cpp read, and return an op's results, bitwise the op's, or None for any call that is not the plain one: then
-the dispatcher takes it, and finds the errors. Each is called only where `fast()` holds.
+`layer_norm`, `glu`, `ffn`, `rope`, `attention`, `attention_decode`, `self_attention`, `rnn` and `rnn_cell` take what
+their fronts in csrc/*/node.cpp read, and return an op's results, bitwise the op's, or None for any call that is not
+the plain one: then the dispatcher takes it, and finds the errors. Each is called only where `fast()` holds.
 
 The way back of such a call is a node in C++ too. What it leaves to Python (gradients that are themselves to be
 differentiated, or that a mode or a hook's tensor type watches) goes to the function that the op's module registers
