@@ -120,8 +120,8 @@ def about(path: Path) -> str:
     return (
         "## Systems of the textbooks\n\n"
         f"`{path.parent.name}/{path.name}`: {run}, {stored['threads']} threads, commit {stored['commit'][:8]}, "
-        f"{stored['created'][:10]}. Each system of `seqkern.models` beside its twin in plain torch, a step of the one "
-        f"and a step of the other in turns, {stored['seeds']} seeds (other variants one, without a twin): mean and "
+        f"{stored['created'][:10]}. Each system of `seqkern.models` beside its twin in plain torch, in turns of a few "
+        f"steps, {stored['seeds']} seeds (other variants one, without a twin): mean and "
         "standard deviation of the metric on held-out data. Ratio: the median over all steps of torch's time over "
         "seqkern's; its quartiles, the widest of the seeds. Peak: extra memory of a training step, seqkern's and "
         "torch's.\n\n"

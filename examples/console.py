@@ -273,7 +273,7 @@ def systems_table(records: Sequence[dict[str, Any]]) -> Table:
 
         def mean(library: str, record: dict[str, Any] = record) -> str:
             found = [seed["runs"][library]["metric"] for seed in record["seeds"]]
-            return f"{statistics.fmean(found):.3f}"
+            return "" if None in found else f"{statistics.fmean(found):.3f}"
 
         name, best = min(record["baselines"].items(), key=lambda b: -b[1] if record["higher_is_better"] else b[1])
         ratios = [seed["speed_ratio"] for seed in record["seeds"] if "speed_ratio" in seed]

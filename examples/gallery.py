@@ -37,10 +37,13 @@ SYSTEMS = (
 Chapter = dict[str, Any]
 
 
-def chapter(system: runner.System, seeds: Sequence[int], steps: int | None = None, variants: bool = True) -> Chapter:
+def chapter(
+    system: runner.System, seeds: Sequence[int], steps: int | None = None, variants: bool = True,
+    twin_steps: int | None = None,
+) -> Chapter:  # fmt: skip
     """A system's part of the report: its records, the main variant's first, and what there is to look at."""
     first, *others = system.recipes
-    record, exhibits = runner.run(system, first, seeds, twin=True, steps=steps)
+    record, exhibits = runner.run(system, first, seeds, twin=True, steps=steps, twin_steps=twin_steps)
     records = [record]
     for variant in others if variants else ():
         other, shown = runner.run(system, variant, seeds[:1], twin=False, steps=steps, memory=False)
@@ -86,7 +89,7 @@ def summary(chapters: Sequence[Chapter]) -> list[dict[str, Any]]:
                 "variant": record["variant"],
                 "metric": record["metric"],
                 "ours": mean,
-                "theirs": statistics.fmean(theirs),
+                "theirs": statistics.fmean(theirs) if theirs else None,
                 "noise": statistics.stdev(ours) if len(ours) > 1 else None,
                 "against": (record["against"], record["baselines"][record["against"]]),
                 "best": best,

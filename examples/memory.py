@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 import seqkern
 
@@ -41,14 +42,24 @@ LINUX = sys.platform == "linux"
 
 @dataclass(frozen=True)
 class Task:
-    """Work to measure: `function` ("module:name") called with `arguments` prepares the inputs and returns the work."""
+    """Work to measure: `function` ("module:name") called with `arguments` prepares the inputs and returns the work.
+
+    `read`, a function too, is called with the arguments before the process is forked: what it loads and keeps is there
+    for all tasks.
+    """
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    read: str | None = None
 
     def prepare(self) -> Callable[[], object]:
-        module, name = self.function.split(":")
-        return getattr(importlib.import_module(module), name)(**self.arguments)
+        return _named(self.function)(**self.arguments)
+
+
+def _named(function: str) -> Callable[..., Any]:
+    module, name = function.split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def peak_extra_memory(work: Callable[[], object]) -> int:
@@ -134,12 +145,18 @@ def _serve(tasks: list[Task]) -> None:
     if len(tasks) == 1:
         print(json.dumps(peak_extra_memory(tasks[0].prepare())), flush=True)
         return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a process with torch's worker threads must not be forked
+    for task in tasks:
+        if task.read:
+            _named(task.read)(**task.arguments)
     for task in tasks:
         child = os.fork()
         if child == 0:
             # Whatever happens, the child ends here: it must not go on with its parent's loop.
             status = 1
             try:
+                torch.set_num_threads(threads)
                 print(json.dumps(peak_extra_memory(task.prepare())), flush=True)
                 status = 0
             finally:

@@ -110,15 +110,15 @@ def curves_figure(record: dict[str, Any]) -> Figure:
     curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     runs = record["seeds"][-1]["runs"]
     ours, theirs = (runs[library]["losses"] for library in ("seqkern", "torch"))
-    steps = range(1, len(ours) + 1)
+    steps = range(1, len(theirs) + 1)
     curves.plot(steps, theirs, color=TORCH, alpha=0.5, linewidth=3.5, label="plain torch")
-    curves.plot(steps, ours, color=SEQKERN, linewidth=1, label="seqkern")
+    curves.plot(range(1, len(ours) + 1), ours, color=SEQKERN, linewidth=1, label="seqkern")
     top = sorted(ours)[-max(1, len(ours) // 50)]  # the first steps would flatten the rest
     curves.set_ylim(min(*ours, *theirs) * 0.95, top * 1.05)
     curves.set_ylabel(record["loss"])
     legend = curves.legend(frameon=False)
     # Where both are equal there is nothing to draw on a logarithmic axis.
-    apart = [abs(a - b) / abs(a) or math.nan for a, b in zip(theirs, ours, strict=True)]
+    apart = [abs(a - b) / abs(a) or math.nan for a, b in zip(theirs, ours, strict=False)]
     differences.plot(steps, apart, ".", color=GREY, markersize=4)
     differences.set_yscale("log")
     differences.set_ylabel("apart, share")

@@ -1,13 +1,13 @@
 """Trains a system of the textbooks on seqkern's ops, and if wanted its plain-torch twin beside it.
 
-Both start from the same parameters and see the same batches and the same random draws; they take turns, a step of the
-one and then a step of the other, so that a slow moment of the machine hits both. AdamW, linear warm-up, cosine decay,
-clipped gradients. The number of steps is fixed: the result does not depend on the speed of the machine.
+Both start from the same parameters and see the same batches and the same random draws; they take turns of a few steps,
+so that a slow stretch of the machine hits both. AdamW, linear warm-up, cosine decay, clipped gradients. The number of
+steps is fixed: the result does not depend on the speed of the machine.
 
 An example is a `System` and calls `main`:
 
     python -m examples.gpt                 seqkern's model alone
-    python -m examples.gpt --twin          and its plain-torch twin, step by step in turns
+    python -m examples.gpt --twin          and its plain-torch twin, in turns
     python -m examples.gpt --seeds 3       three trainings, of each
 """
 
@@ -21,6 +21,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +38,9 @@ LIBRARIES = ("torch", "seqkern")
 # Two versions add the same numbers in another order. Training amplifies rounding, so early losses tell whether they
 # compute the same; the end is compared with the noise of seeds.
 EARLY_STEPS, EARLY_LIMIT = 20, 1e-4
+# A step after one of the other version is slower by up to a quarter, torch's more than seqkern's: other caches, other
+# free memory. Who trains one model does not see that, so versions change after so many steps.
+TURN = 25
 NOISE = 3.0  # standard deviations of a seed's metric that the means of two versions may be apart
 
 
@@ -176,40 +180,54 @@ def versions(system: System, variant: str, seed: int, twin: bool) -> dict[str, n
     return {"torch": other, "seqkern": model}
 
 
+def turns(recipe: Recipe, twin_steps: int) -> Iterator[range]:
+    """The steps of each turn: TURN of them, fewer before an evaluation and before the twin's end."""
+    begin = 0
+    for step in range(recipe.steps):
+        if step + 1 - begin == TURN or recipe.evaluates_after(step) or step + 1 == twin_steps:
+            yield range(begin, step + 1)
+            begin = step + 1
+
+
 def train(
-    system: System, variant: str, recipe: Recipe, seed: int, twin: bool, advance: console.Advance
+    system: System, variant: str, recipe: Recipe, seed: int, twin_steps: int, advance: console.Advance
 ) -> tuple[dict[str, Any], nn.Module]:
     """Trains every version in turns: what happened, ready for JSON, and seqkern's trained model."""
-    runs = {name: Run.start(model, recipe) for name, model in versions(system, variant, seed, twin).items()}
-    batches, tokens = system.batches(variant, seed), 0
-    for step in range(recipe.steps):
-        batch = next(batches)
-        tokens += system.size(batch)
-        for run in list(runs.values())[:: 1 if step % 2 else -1]:  # each is the first after the other work in turn
-            run.step(batch, draws=1_000_003 * (seed + 1) + step)
-        if recipe.evaluates_after(step):
-            for run in runs.values():
+    made = versions(system, variant, seed, twin_steps > 0)
+    runs = {name: Run.start(model, recipe) for name, model in made.items()}
+    batches, tokens, done = system.batches(variant, seed), 0, runs["seqkern"]
+    for number, turn in enumerate(turns(recipe, twin_steps)):
+        drawn = [next(batches) for _ in turn]
+        tokens += sum(map(system.size, drawn))
+        training = [run for run in runs.values() if run is done or turn[0] < twin_steps]
+        for run in training[:: 1 if number % 2 else -1]:  # each is the first after the other work in turn
+            for step, batch in zip(turn, drawn, strict=True):
+                run.step(batch, draws=1_000_003 * (seed + 1) + step)
+                if run is done:
+                    advance(f"{statistics.fmean(done.losses[-20:]) / system.nats:.3f} {system.loss}")
+        if recipe.evaluates_after(turn[-1]):
+            for run in training:
                 run.evaluate(system, variant)
-        done = runs["seqkern"]
-        advance(f"{statistics.fmean(done.losses[-20:]) / system.nats:.3f} {system.loss}")
     found: dict[str, Any] = {"seed": seed, "tokens": tokens, "runs": {}}
     for name, run in runs.items():
+        steps, median = len(run.losses), statistics.median(run.seconds)
         found["runs"][name] = {
+            "steps": steps,
             "losses": [loss / system.nats for loss in run.losses],
             "evaluations": run.evaluations,
-            "metric": run.evaluations[-1][1],
+            "metric": run.evaluations[-1][1] if steps == recipe.steps else None,  # of a whole training
             "seconds": sum(run.seconds),
-            "step_seconds": statistics.median(run.seconds),
+            "step_seconds": median,
             # The sum is what a training takes; were no step slower than the median one, it would be far less.
-            "disturbed": sum(run.seconds) > DISTURBED * statistics.median(run.seconds) * recipe.steps,
+            "disturbed": sum(run.seconds) > DISTURBED * median * steps,
         }
-    if twin:
-        pairs = list(zip(runs["torch"].seconds, runs["seqkern"].seconds, strict=True))
+    if twin_steps:
+        pairs = list(zip(runs["torch"].seconds, runs["seqkern"].seconds, strict=False))
         ratios = sorted(a / b for a, b in pairs)
         quarter = len(ratios) // 4
         found["speed_ratio"] = statistics.median(ratios)
         found["speed_quartiles"] = (ratios[quarter], ratios[-1 - quarter])
-        both = list(zip(runs["torch"].losses, runs["seqkern"].losses, strict=True))
+        both = list(zip(runs["torch"].losses, runs["seqkern"].losses, strict=False))
         found["early"] = largest([abs(a - b) / abs(a) for a, b in both[:EARLY_STEPS]])
     return found, runs["seqkern"].model.eval()
 
@@ -217,6 +235,11 @@ def train(
 def largest(values: Sequence[float]) -> float:
     """As max, but a NaN anywhere is the result: it must not pass for agreement."""
     return torch.tensor(values, dtype=torch.float64).max().item()
+
+
+def read_data(system: str, variant: str, library: str) -> None:
+    """What the memory tasks of a system have in common: the data, which it keeps."""
+    next(load(system).batches(variant, 0))
 
 
 def prepare_step(system: str, variant: str, library: str) -> Callable[[], object]:
@@ -239,17 +262,35 @@ def load(name: str) -> System:
 
 def run(
     system: System, variant: str, seeds: Sequence[int] = (0,), twin: bool = True, steps: int | None = None,
-    memory: bool = True,
+    memory: bool = True, twin_steps: int | None = None,
 ) -> tuple[dict[str, Any], list[Exhibit]]:  # fmt: skip
-    """Trains a variant for every seed: the record, ready for JSON, and what the last training has to show."""
+    """Trains a variant for every seed: the record, ready for JSON, and what the last training has to show.
+
+    twin_steps: the steps that its twin takes, all by default; after fewer it has no metric.
+    """
     recipe = system.recipes[variant] if steps is None else system.recipes[variant].shortened(steps)
+    twin_steps = 0 if not twin else recipe.steps if twin_steps is None else min(twin_steps, recipe.steps)
     trained, model = [], None
     for seed in seeds:
         title = f"{system.title}, {variant}, seed {seed}" + (", twins in turns" if twin else "")
         with console.progress(title, recipe.steps) as advance:
-            found, model = train(system, variant, recipe, seed, twin, advance)
+            found, model = train(system, variant, recipe, seed, twin_steps, advance)
         trained.append(found)
     assert model is not None
+    names = list(trained[0]["runs"])
+    tasks = [
+        Task(
+            "examples.runner:prepare_step",
+            {"system": system.name, "variant": variant, "library": name},
+            read="examples.runner:read_data",
+        )
+        for name in names
+    ]
+    with ThreadPoolExecutor(1) as other:  # in processes of their own, beside what follows
+        peaks = other.submit(lambda: list(peaks_in_fresh_processes(tasks)) if memory else [])
+        baselines = system.baselines()
+        with torch.no_grad():
+            exhibits = system.show(variant, model)
     record: dict[str, Any] = {
         "system": system.name,
         "variant": variant,
@@ -264,25 +305,18 @@ def run(
         "target": system.target,
         "tolerance": system.tolerance,
         "loss": system.loss,
-        "baselines": system.baselines(),
+        "baselines": baselines,
         "seeds": trained,
-        "peak_bytes": {},
+        "peak_bytes": dict(zip(names, peaks.result(), strict=True)) if memory else {},
     }
-    if memory:
-        names = trained[0]["runs"].keys()
-        tasks = [
-            Task("examples.runner:prepare_step", {"system": system.name, "variant": variant, "library": name})
-            for name in names
-        ]
-        record["peak_bytes"] = dict(zip(names, peaks_in_fresh_processes(tasks), strict=True))
     record["checks"] = checks(system, record)
-    with torch.no_grad():
-        return record, system.show(variant, model)
+    return record, exhibits
 
 
 def metrics(record: dict[str, Any], library: str) -> list[float]:
-    """The final metric of every seed."""
-    return [seed["runs"][library]["metric"] for seed in record["seeds"]]
+    """The final metric of every seed, of those that were trained to the end."""
+    found = [seed["runs"][library]["metric"] for seed in record["seeds"]]
+    return [metric for metric in found if metric is not None]
 
 
 def checks(system: System, record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -296,13 +330,12 @@ def checks(system: System, record: dict[str, Any]) -> list[dict[str, Any]]:
     twin = "torch" in record["seeds"][0]["runs"]
     if twin:
         early = largest([seed["early"] for seed in record["seeds"]])
-        steps = min(EARLY_STEPS, record["recipe"]["steps"])
+        steps = min(EARLY_STEPS, *(seed["runs"]["torch"]["steps"] for seed in record["seeds"]))
         text = f"losses of the first {steps} steps agree with the twin's within {EARLY_LIMIT:g} of them"
         check(text, f"{early:.1e}", early <= EARLY_LIMIT)
     if record["shortened"]:
         return found
-    if twin:
-        theirs = metrics(record, "torch")
+    if twin and (theirs := metrics(record, "torch")):
         apart = abs(statistics.fmean(ours) - statistics.fmean(theirs))
         if len(ours) > 2:
             spread = math.sqrt((statistics.variance(ours) + statistics.variance(theirs)) / 2)

@@ -184,9 +184,9 @@ class System(Pronouncing):
     )
     margin, target = 0.3, 12.0
     recipes: ClassVar = {
-        "additive": Recipe(steps=1500, learning_rate=4e-3),
-        "bilinear": Recipe(steps=2000, learning_rate=4e-3),
-        "dot": Recipe(steps=2000, learning_rate=4e-3),
+        "additive": Recipe(steps=1200, learning_rate=4e-3),
+        "bilinear": Recipe(steps=1200, learning_rate=4e-3),
+        "dot": Recipe(steps=1200, learning_rate=4e-3),
     }
 
     def model(self, variant: str) -> nn.Module:

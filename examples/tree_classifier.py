@@ -117,7 +117,7 @@ class System(runner.System):
     loss, tokens = "nats", "nodes"
     against, margin, target, tolerance = BAG, 3.0, 50.0, 2.5
     recipes: ClassVar = {
-        "child-sum": Recipe(steps=800, learning_rate=1.2e-2, weight_decay=0.05),
+        "child-sum": Recipe(steps=600, learning_rate=1.2e-2, weight_decay=0.05),
         "nary": Recipe(steps=550, learning_rate=1.2e-2, weight_decay=0.05),
     }
 

@@ -106,7 +106,7 @@ class System(runner.System):
     metric, higher_is_better = "accuracy, %", True
     loss, tokens = "nats", "images"
     against, margin, target, tolerance = REGRESSION, 0.5, 97.0, 1.5
-    recipes: ClassVar = {name: Recipe(steps=1500, learning_rate=5e-3, weight_decay=0.05) for name in VARIANTS}
+    recipes: ClassVar = {name: Recipe(steps=1100, learning_rate=5e-3, weight_decay=0.05) for name in VARIANTS}
 
     def model(self, variant: str) -> nn.Module:
         return seqkern.models.ViT(SIDE, PATCH, CLASSES, **SIZES, **VARIANTS[variant])

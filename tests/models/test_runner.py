@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import systems
-from examples import gallery, runner
+from examples import gallery, plots, runner
 
 
 class Line(nn.Module):
@@ -142,8 +142,34 @@ def test_versions_take_turns_in_being_first(monkeypatch: pytest.MonkeyPatch) -> 
         return plain(self, x, y)
 
     monkeypatch.setattr(Line, "loss", noted)
-    runner.run(MadeUp(), "main", steps=4, memory=False)
-    assert order == [False, True, True, False, False, True, True, False]
+    monkeypatch.setattr(runner, "TURN", 2)
+    runner.run(MadeUp(), "main", steps=5, memory=False)
+    assert order == [*[False] * 2, *[True] * 4, *[False] * 3, True]
+
+
+def test_turns_end_with_evaluations_and_with_the_twin() -> None:
+    recipe = runner.Recipe(steps=100, learning_rate=1.0, evaluations=3)
+    assert [step for turn in runner.turns(recipe, 60) for step in turn] == list(range(100))
+    assert [turn[-1] for turn in runner.turns(recipe, 60)] == [24, 33, 58, 59, 66, 91, 99]
+
+
+def test_a_twin_may_stop_early() -> None:
+    record, _ = runner.run(MadeUp(), "main", memory=False, twin_steps=20)
+    whole, _ = runner.run(MadeUp(), "main", memory=False)
+    ours, theirs = (record["seeds"][0]["runs"][library] for library in ("seqkern", "torch"))
+    assert ours["losses"] == whole["seeds"][0]["runs"]["seqkern"]["losses"]
+    assert theirs["losses"] == whole["seeds"][0]["runs"]["torch"]["losses"][:20]
+    assert [step for step, _ in theirs["evaluations"]] == [15]
+    assert (theirs["steps"], theirs["metric"], ours["steps"]) == (20, None, 60)
+    assert ours["metric"] == ours["evaluations"][-1][1]
+    assert runner.metrics(record, "torch") == []
+    assert [check["name"].split(": ")[1] for check in record["checks"]] == [
+        "losses of the first 20 steps agree with the twin's within 0.0001 of them",
+        "error better than that of zero by 0.5",
+        "error at most 0.5",
+    ]
+    assert len(record["seeds"][0]["speed_quartiles"]) == 2
+    plots.curves_figure(record)
 
 
 def test_memory_is_of_each_library_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +186,9 @@ def checked(ours: list[float], theirs: list[float] | None, early: float = 0.0, v
     """Verdicts on trainings that ended so."""
     system, seeds = MadeUp(), []
     for i, metric in enumerate(ours):
-        runs = {"seqkern": {"metric": metric}} | ({} if theirs is None else {"torch": {"metric": theirs[i]}})
+        runs: dict[str, Any] = {"seqkern": {"metric": metric, "steps": 60}}
+        if theirs is not None:
+            runs["torch"] = {"metric": theirs[i], "steps": 60}
         seeds.append({"runs": runs, "early": early})
     record = {
         "title": "t", "variant": variant, "seeds": seeds, "shortened": False, "recipe": {"steps": 60},

@@ -30,7 +30,7 @@ def trained(metric: float, seconds: float, disturbed: bool = False, apart: float
     """What is kept of one version's training of 120 steps."""
     losses = [6.0 - 0.01 * step + apart for step in range(120)]
     return {
-        "losses": losses, "evaluations": [(120, metric)], "metric": metric, "seconds": seconds,
+        "steps": 120, "losses": losses, "evaluations": [(120, metric)], "metric": metric, "seconds": seconds,
         "step_seconds": seconds / 120, "disturbed": disturbed,
     }  # fmt: skip
 
