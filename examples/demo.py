@@ -38,7 +38,7 @@ from seqkern import _explain, _slices
 COST_SHARE = 0.08
 RECURRENT_SECONDS = 4.0
 # Steps of a twin, which tell whether losses agree, and times and memory; the gallery trains it to the end.
-TWIN_STEPS = 150
+TWIN_STEPS = 100
 QUICK_STEPS, QUICK_LONGEST, QUICK_CASES = 20, 1024, 40
 SYSTEMS = ("gpt", "seq2seq", "tree_classifier", "vit")
 

@@ -90,7 +90,7 @@ def run_with_progress() -> list[dict[str, Any]]:
     return rows
 
 
-RANDOM_CASES = 1000
+RANDOM_CASES = 600
 
 
 def random_options(count: int = RANDOM_CASES) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,3 +21,15 @@ def shuffled(lengths: Tensor, rows: int, seed: int) -> Iterator[Tensor]:
             for number in torch.randperm(len(batches), generator=generator).tolist():
                 if len(batches[number]) == rows:
                     yield batches[number]
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without Python's search for cycles, which looks through every syntax tree time and again: a third less time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -31,6 +31,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from examples.data import no_collection
+
 PAD, UNKNOWN, MASK, START = range(4)
 SPECIALS = ("<pad>", "<unk>", "<mask>", "<doc>")
 KINDS = ("module", "class", "function", "method")
@@ -162,6 +164,7 @@ def copied(words: Sequence[str], known: set[tuple[str, ...]]) -> float:
     return len(places) / max(1, len(words))
 
 
+@no_collection()
 def load(vocabulary: int = 4096) -> Docstrings:
     """The two parts, with a vocabulary of that many numbers, SPECIALS among them, from the training part."""
     documents = [(*found, tokenise(found[2])) for found in read(Path(sysconfig.get_path("stdlib")))]

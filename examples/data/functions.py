@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 import seqkern
+from examples.data import no_collection
 from seqkern import TreeSchedule
 
 CLASSES = 24
@@ -144,6 +145,7 @@ def files() -> Iterator[tuple[str, bytes]]:
             yield name.as_posix(), path.read_bytes()
 
 
+@no_collection()
 def load(least: int = 20) -> Functions:
     """Attributes, builtins and constants that fewer than `least` functions of the training part have lose their detail.
 

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from examples.data import no_collection
+
 ROLES = ("load", "attribute", "store", "parameter", "keyword argument", "other")
 IGNORED = -100  # the label of tokens that are no identifiers
 PAD, NAME, NUMBER, STRING = range(4)
@@ -130,6 +132,7 @@ def read() -> list[tuple[str, str]]:
     return found
 
 
+@no_collection()
 def load(least: int = 5) -> Identifiers:
     """Identifiers that the training part has fewer than `least` times are one token, "<name>".
 
