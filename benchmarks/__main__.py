@@ -1,7 +1,8 @@
 """`python -m benchmarks`: times every op against its peers, stores the JSON, prints the table.
 
 Further arguments go to pytest: `python -m benchmarks -k "layer_norm and float32" --device cpu`. Ctrl-C ends it after
-the case that runs, with the table of what was timed until then.
+the case that runs, with the table of what was timed until then. `python -m benchmarks products` times the matrix
+products that the ops are made of, alone.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, report
+from benchmarks import harness, products, report
 from benchmarks.progress import Progress, Sample
 
 ROOT = Path(__file__).parent.parent
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["products"]:
+        return products.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,

@@ -163,6 +163,7 @@ def results_page(runs: list[Run], folder: Path = STORED) -> str:
         rows = systems.page_rows(json.loads(path.read_text()))
         parts.append(systems.about(path) + markdown(systems.HEAD, rows, left=(0, 1, 3, 6)))
     parts += [_small_calls(path) for path in sorted(folder.glob("*/small-calls.json"))]
+    parts += [_products(path) for path in sorted(folder.glob("*/products*.json"))]
     parts += [_host_time(path) for path in sorted(folder.glob("*/host-time.json"))]
     return "\n".join(parts)
 
@@ -281,6 +282,35 @@ def _small_calls(path: Path) -> str:
         rows.append(cells)
     head = ("call", "inference", "torch", "ratio", "training", "torch", "ratio")
     return text + markdown(head, rows, left=(0,))
+
+
+def _products(path: Path) -> str:
+    stored = json.loads(path.read_text())
+    machine, threads = stored["machine"], stored["threads"]
+    text = (
+        "## Products\n\n"
+        f"`{path.parent.name}/{path.name}`: {machine['processor']}, {machine['CPU kernels'].split(' (')[0]}, torch "
+        f"{machine['torch']}, {threads} thread{'s' if threads > 1 else ''}. Rows x columns x depth of the products "
+        "that the ops are made of (`benchmarks/products.py` says how), and the share of the multiply-add peak that "
+        "seqkern, torch's matmul and oneDNN's linear reach in turns; seqkern's quartiles.\n\n"
+    )
+    rows = []
+    for row in stored["products"]:
+        shares = row["shares"]
+        best = max(share for name, share in shares.items() if name != "seqkern")
+        own = f"{shares['seqkern']:.0%}"
+        rows.append(
+            [
+                *(row[key] for key in ("use", "shape", "way", "dtype")),
+                f"{row['peak_gflops']:.0f}",
+                own if shares["seqkern"] >= best else f"**{own}**",
+                " to ".join(f"{quartile:.0%}" for quartile in row["quartiles"]),
+                f"{shares['torch']:.0%}",
+                f"{shares['oneDNN']:.0%}" if "oneDNN" in shares else "-",
+            ]
+        )
+    head = ("of", "shape", "way", "dtype", "peak, GF/s", "seqkern", "quartiles", "torch", "oneDNN")
+    return text + markdown(head, rows, left=(0, 1, 2, 3))
 
 
 def digits(x: float) -> str:

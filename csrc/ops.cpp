@@ -175,6 +175,14 @@ STABLE_TORCH_LIBRARY(seqkern, m) {
       "Tensor children, Tensor slots, Tensor cells, Tensor gates, int nary, SymInt leaves) "
       "-> (Tensor grad_x_gates, Tensor grad_inner, Tensor grad_edge)");
 
+  // products: csrc/products, csrc/common/products.h, benchmarks/products.py. For measurements and tests alone: a is
+  // (rows, depth), b (depth, columns), packed what products_pack makes of b in the active tier.
+  m.def("products_pack(Tensor b) -> Tensor packed");
+  m.def("products_multiply(Tensor a, Tensor packed, int columns) -> Tensor c");
+  m.def("products_rows(Tensor a, Tensor packed, int columns, int times) -> Tensor c");
+  m.def("products_few_rows(Tensor a, Tensor b) -> Tensor c");
+  m.def("products_peak(Tensor like, int turns) -> int");
+
   m.def(
       "rnn_cell_fwd(Tensor x_gates, Tensor h_gates, Tensor h, Tensor? c, int cell) "
       "-> (Tensor h_new, Tensor c_new, Tensor activated)");

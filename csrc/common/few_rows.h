@@ -98,6 +98,41 @@ void few_rows_item(const FewRowsProduct& p, int64_t item, A* scratch) {
     }
 }
 
+// RowsProduct, for panels [begin, end).
+template <class A>
+void rows_product(const RowsProduct& p, int64_t begin, int64_t end, A* scratch) {
+  const int64_t stride = operand_stride<A>(p.depth), columns = (end - begin) * kPanel<A>;
+  by_element<A>(p.a_type, [&](auto t) {
+    using T = decltype(t);
+    as_operand(p.rows, p.depth, static_cast<const T*>(p.a), p.a_stride, scratch, stride);
+  });
+  const RowTiles tiles(p.rows);
+  const A* b = static_cast<const A*>(p.packed_b) + begin * padded_words(p.depth) * kPanel<A>;
+  for (int64_t i = 0; i < p.times; ++i)
+    packed_rows_product<A>(p.rows, columns, words(p.depth), scratch, stride, b,
+                           static_cast<A*>(p.c) + begin * kPanel<A>, p.c_stride);
+}
+
+// The peak of multiply-adds: as many sums as registers hold, none of which waits for another.
+template <class A>
+int64_t spin(int64_t turns, A* memory) {
+#if defined(SK_TILES)
+  return spin_tiles(turns, memory);
+#else
+  for (int64_t i = 0; i < kSpinBytes / static_cast<int64_t>(sizeof(A)); ++i) memory[i] = A(0);
+  // rounded(): the compiler must not know that these are zeros.
+  Vec<A> sums[kGemmRows][kGemmVecs], x = rounded(load(memory)), y = rounded(load(memory + W<A>));
+  for (int i = 0; i < kGemmRows; ++i)
+    for (int j = 0; j < kGemmVecs; ++j) sums[i][j] = rounded(load(memory + (2 + i * kGemmVecs + j) * W<A>));
+  for (int64_t turn = 0; turn < turns; ++turn)
+    for (int i = 0; i < kGemmRows; ++i)
+      for (int j = 0; j < kGemmVecs; ++j) sums[i][j] = multiply_add(x, y, sums[i][j]);
+  for (int i = 0; i < kGemmRows; ++i)
+    for (int j = 0; j < kGemmVecs; ++j) store(memory + (2 + i * kGemmVecs + j) * W<A>, sums[i][j]);
+  return turns * kGemmRows * kGemmVecs * W<A> * kTerms;
+#endif
+}
+
 }  // namespace
 }  // namespace SK_TIER
 }  // namespace seqkern

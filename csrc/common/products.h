@@ -78,6 +78,21 @@ struct FewRowsProduct {
   int64_t c_stride;
 };
 
+// C = A B with packed panels, `times` times: the product of a recurrent layer's steps on its own. A has the elements'
+// type or operand_type, C the accumulation type, with room for whole panels.
+struct RowsProduct {
+  int64_t rows, depth;
+  Dtype a_type;
+  const void* a;
+  int64_t a_stride;
+  const void* packed_b;
+  void* c = nullptr;
+  int64_t c_stride;
+  int64_t times = 1;
+};
+// Columns of a panel, at most; memory of `spin`.
+constexpr int64_t kMostPanel = 64, kSpinBytes = 1 << 15;
+
 // C(m, n) = sum over few terms k of A(k, m) B(k, n), or that sum added to C. A has operand_type.
 struct OuterProduct {
   int64_t rows, columns, terms;  // A is (terms, rows), B (terms, columns)
@@ -143,6 +158,12 @@ struct ProductKernels {
   int64_t (*few_rows_items)(const FewRowsProduct&);
   int64_t (*few_rows_scratch)(const FewRowsProduct&);
   void (*few_rows)(const FewRowsProduct&, int64_t item, void* scratch);
+
+  int64_t (*rows_scratch)(const RowsProduct&);
+  void (*rows)(const RowsProduct&, int64_t panel_begin, int64_t panel_end, void* scratch);
+
+  // Multiply-adds that wait for nothing, `turns` times as many as registers can hold sums; returns how many.
+  int64_t (*spin)(Dtype dtype, int64_t turns, void* memory);
 
   // Each call works on a range of rows (of C or of the matrix), or of columns.
   void (*outer)(const OuterProduct&, int64_t row_begin, int64_t row_end);

@@ -253,6 +253,21 @@ def test_every_cell_of_every_table_says_what_the_data_say() -> None:
     ]  # fmt: skip
 
 
+def test_a_twin_that_stopped_early_has_times_and_no_metric() -> None:
+    results = synthetic_results()
+    (chapter,) = results["chapters"]
+    record = chapter["records"][0] = json.loads(json.dumps(chapter["records"][0]))
+    for seed in record["seeds"]:
+        seed["runs"]["torch"] |= {"steps": 30, "metric": None, "evaluations": [], "seconds": 0.625}
+    source = report.render(results, FIGURES)
+    lines = [line for table in Page(source).tables for line in table]
+    assert ["Made up small", "bits per byte", "2.65 ± 0.07", "-", "1.8 lzma", "1.25", "50%"] in lines
+    assert ["plain torch", "-", "20.8 ms*", "4,800", "7.0 MB"] in lines
+    assert "120 steps, the first 30 of them with the twin" in " ".join(source.split())
+    (_, row, _) = rendered(console.systems_table(chapter["records"]))
+    assert row == ["Made up", "small", "bits per byte", "", "2.650", "1.800, lzma", "1.25", "7.0 MB, 3.5 MB"]
+
+
 def test_a_machine_with_a_tier_for_bfloat16_alone_has_it_in_bfloat16_alone() -> None:
     """The table of the cases that this very machine runs."""
     kernels = dict.fromkeys(kernel for _, _, kernel, _ in verification.cases())

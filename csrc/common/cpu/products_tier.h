@@ -60,6 +60,14 @@ void few_rows(const FewRowsProduct& p, int64_t item, void* scratch) {
   SK_BY_ACC(p.b.dtype, few_rows_item(p, item, static_cast<A*>(scratch)));
 }
 
+int64_t rows_scratch_bytes(const RowsProduct& p) {
+  SK_BY_ACC(p.a_type, p.rows * operand_stride<A>(p.depth) * static_cast<int64_t>(sizeof(A)));
+}
+void rows(const RowsProduct& p, int64_t begin, int64_t end, void* scratch) {
+  SK_BY_ACC(p.a_type, rows_product(p, begin, end, static_cast<A*>(scratch)));
+}
+int64_t spin_of(Dtype dtype, int64_t turns, void* memory) { SK_BY_ACC(dtype, spin(turns, static_cast<A*>(memory))); }
+
 void outer(const OuterProduct& p, int64_t begin, int64_t end) { SK_BY_TYPE(p.b_type, outer_rows<T>(p, begin, end)); }
 void gather(const Gather& p, int64_t begin, int64_t end) { SK_BY_TYPE(p.dtype, gather_rows<T>(p, begin, end)); }
 void scatter(const Scatter& p, int64_t begin, int64_t end) { SK_BY_TYPE(p.dtype, scatter_rows<T>(p, begin, end)); }
@@ -79,6 +87,9 @@ constexpr ProductKernels kProductKernels = {
     .few_rows_items = few_rows_item_count,
     .few_rows_scratch = few_rows_scratch_bytes,
     .few_rows = few_rows,
+    .rows_scratch = rows_scratch_bytes,
+    .rows = rows,
+    .spin = spin_of,
     .outer = outer,
     .gather = gather,
     .scatter = scatter,
