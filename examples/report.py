@@ -34,7 +34,10 @@ def write(results: dict[str, Any], directory: Path) -> Path:
 def render(results: dict[str, Any], figures: dict[str, str]) -> str:
     """The page; `figures` are data URIs by name."""
     rows = gallery.summary(results["chapters"])
-    return page.environment().get_template("report.html.j2").render(figures=figures, rows=rows, **results)
+    shown = {chapter["name"] for chapter in results["chapters"]}
+    others = [name for name in gallery.SYSTEMS if name not in shown]
+    template = page.environment().get_template("report.html.j2")
+    return template.render(figures=figures, rows=rows, others=others, **results)
 
 
 def _save(figure: Figure, stem: Path) -> str:

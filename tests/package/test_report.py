@@ -17,7 +17,7 @@ from demo_cases import RATES, distinct, synthetic_points, synthetic_results
 from rich.table import Table
 from rich.text import Text
 
-from examples import console, plots, quadratic_cost, report, verification
+from examples import console, gallery, plots, quadratic_cost, report, verification
 
 FIGURES = dict.fromkeys(("cost", "variants"), "data:,")
 
@@ -289,7 +289,9 @@ def test_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
     references = Page(source)
     assert references.tags.count("img") == 2
     assert references.tags.count("svg") == 2
-    assert all(found.startswith(("data:", "#")) for found in references.found)
+    links = [found for found in references.found if not found.startswith(("data:", "#"))]
+    assert links == ["gallery/index.html"]  # which nothing fetches
+    assert [name for name in gallery.SYSTEMS if f"<code>{name}</code>" in source] == list(gallery.SYSTEMS)
     assert "script" not in references.tags  # the sample is escaped
     assert all(len(set(map(len, rows))) == 1 for rows in references.tables)
     assert not re.search(r"url\((?!#)", source)  # parts of a figure refer to one another
