@@ -35,6 +35,8 @@ constexpr bool kReadInPlace = kGemmVecs == 4 && kTerms == 1;
 // Rows of scratch are one cache line longer than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
+template <class A>
+constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(A));
 constexpr int64_t kStagedA = kBlockRows * kBlockDepth;
 template <class A>
 constexpr int64_t kBlockC = kBlockRows * (kBlockColumns + kPad<A>);
@@ -172,10 +174,13 @@ int64_t tile_count(int64_t M, int64_t columns) {
 // The vectors of one panel. Not inlined: the loops need all registers for themselves.
 template <class A, int NR>
 __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
-                                             const A* b, A* c, int64_t ldc, bool accumulate) {
+                                             const A* b, A* c, int64_t ldc, bool accumulate, const A* ahead) {
   if (kReadInPlace && k_stride == 1)  // one of the strides is 1
-    gemm_columns<A, NR, UnitStride::k, kPanelSlice>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate);
-  else gemm_columns<A, NR, UnitStride::row, kPanelSlice>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate);
+    gemm_columns<A, NR, UnitStride::k, kPanelSlice, kSumsInRegisters>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc,
+                                                                      accumulate, ahead);
+  else
+    gemm_columns<A, NR, UnitStride::row, kPanelSlice, kSumsInRegisters>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc,
+                                                                        accumulate, ahead);
 }
 
 // C[M, columns of B] (+)= A B over one slice. B is a run of panels, `panel_stride` apart. Calls before(m, n, rows,
@@ -186,16 +191,19 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
                      const After& after) {
   for (int64_t n = 0; n < columns; n += kPanel<A>, b += panel_stride) {
     const int64_t width = columns - n < kPanel<A> ? columns - n : kPanel<A>;
-    for (int64_t m = 0; m < M; m += kGemmRows) {
+    const bool last = n + kPanel<A> >= columns;
+    for (int64_t m = 0, line = 0; m < M; m += kGemmRows, line += K * kLine<A>) {
+      // The first tiles of a panel prefetch the next one, a line with each term.
+      const A* ahead = last || line >= K * kPanel<A> ? b : b + panel_stride + line;
       const int64_t rows = M - m < kGemmRows ? M - m : kGemmRows;
       const A* a_rows = a + m * row_stride;
       A* c_tile = c + m * ldc + n;
       before(m, n, rows, width);
       if (width > kPanel<A> - W<A>) {
-        panel_columns<A, kGemmVecs>(rows, K, a_rows, row_stride, k_stride, b, c_tile, ldc, accumulate);
+        panel_columns<A, kGemmVecs>(rows, K, a_rows, row_stride, k_stride, b, c_tile, ldc, accumulate, ahead);
       } else {
         for (int64_t v = 0; v < width; v += W<A>)
-          panel_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, c_tile + v, ldc, accumulate);
+          panel_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, c_tile + v, ldc, accumulate, ahead);
       }
       after(m, n, rows, width);
     }

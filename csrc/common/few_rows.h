@@ -41,7 +41,8 @@ void packed_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* 
   const int64_t whole = (depth + kDepthStep - 1) / kDepthStep * kDepthStep;
   for (int64_t q = 0; q < panels; q += group)
     panel_products<A, kGemmVecs>(rows, panels - q < group ? panels - q : group, depth, a, lda,
-                                 b + q * whole * kPanel<A>, c + q * kPanel<A>, ldc, kPanel<A>, [](int64_t, int64_t) {});
+                                 b + q * whole * kPanel<A>, c + q * kPanel<A>, ldc, kPanel<A>,
+                                 b + (q + group < panels ? q + group : 0) * whole * kPanel<A>, [](int64_t, int64_t) {});
 }
 
 // Work items of a product whose panels are packed on the fly: groups of panels.
@@ -121,15 +122,16 @@ int64_t spin(int64_t turns, A* memory) {
 #else
   for (int64_t i = 0; i < kSpinBytes / static_cast<int64_t>(sizeof(A)); ++i) memory[i] = A(0);
   // rounded(): the compiler must not know that these are zeros.
-  Vec<A> sums[kGemmRows][kGemmVecs], x = rounded(load(memory)), y = rounded(load(memory + W<A>));
-  for (int i = 0; i < kGemmRows; ++i)
-    for (int j = 0; j < kGemmVecs; ++j) sums[i][j] = rounded(load(memory + (2 + i * kGemmVecs + j) * W<A>));
+  constexpr int kRows = 6, kVecs = kManyRegisters ? 4 : 2;
+  Vec<A> sums[kRows][kVecs], x = rounded(load(memory)), y = rounded(load(memory + W<A>));
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) sums[i][j] = rounded(load(memory + (2 + i * kVecs + j) * W<A>));
   for (int64_t turn = 0; turn < turns; ++turn)
-    for (int i = 0; i < kGemmRows; ++i)
-      for (int j = 0; j < kGemmVecs; ++j) sums[i][j] = multiply_add(x, y, sums[i][j]);
-  for (int i = 0; i < kGemmRows; ++i)
-    for (int j = 0; j < kGemmVecs; ++j) store(memory + (2 + i * kGemmVecs + j) * W<A>, sums[i][j]);
-  return turns * kGemmRows * kGemmVecs * W<A> * kTerms;
+    for (int i = 0; i < kRows; ++i)
+      for (int j = 0; j < kVecs; ++j) sums[i][j] = multiply_add(x, y, sums[i][j]);
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) store(memory + (2 + i * kVecs + j) * W<A>, sums[i][j]);
+  return turns * kRows * kVecs * W<A> * kTerms;
 #endif
 }
 

@@ -43,8 +43,8 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
   } while (k < depth);
 }
 
-// Depth of a slice of a panel, which L1 keeps over all rows. The next slice is not prefetched (NOTES.md).
-constexpr int64_t kPanelDepth = 512 / kGemmVecs;
+// Depth of a slice of a panel, which L1 keeps over all rows.
+constexpr int64_t kPanelDepth = kManyRegisters && !kSumsInRegisters ? 128 : 256;
 // Rows of a tile of one panel; panels of a tile of one or two rows.
 constexpr int whole_tile(int64_t vectors) { return static_cast<int>(kGemmRows * kGemmVecs / vectors); }
 template <int NV>
@@ -52,11 +52,14 @@ constexpr int kTileRows = whole_tile(NV);
 template <int NV>
 constexpr int kTilePanels = NV >= 8 ? 1 : 8 / NV;
 
+// ahead: see gemm_tile(); AVX2 is slower with it.
 template <class A, int NV, int R = kTileRows<NV>>
 __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
-                                         int64_t ldc, bool accumulate) {
-  if (rows == R) gemm_tile<A, R, NV, UnitStride::k, kPanelSlice>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate);
-  else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate);
+                                         int64_t ldc, bool accumulate, const A* ahead) {
+  if (rows == R)
+    gemm_tile<A, R, NV, UnitStride::k, kPanelSlice, kSumsInRegisters>(depth, a, lda, 1, b, NV * W<A>, c, ldc,
+                                                                      accumulate, ahead);
+  else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate, ahead);
 }
 
 // Panels per tile: as many as a tile of one or two rows takes.
@@ -66,10 +69,11 @@ int64_t panel_group(int64_t rows) {
 }
 
 // C = A B for `panels` panels of B, at most panel_group(rows), each over the whole depth, one after the other. C's
-// panels are c_panel apart, its rows ldc. before(row_begin, row_end) is called before the first tile of these rows.
+// panels are c_panel apart, its rows ldc. next: what is read after these panels. before(row_begin, row_end) is called
+// before the first tile of these rows.
 template <class A, int NV, class Before>
 SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
-                              int64_t ldc, int64_t c_panel, const Before& before) {
+                              int64_t ldc, int64_t c_panel, const A* next, const Before& before) {
   constexpr int NP = kTilePanels<NV>, Half = NP > 1 ? NP / 2 : 1;
   const int64_t panel_stride = depth * NV * W<A>;
   if (rows == 0) return;
@@ -82,14 +86,19 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
     return panel_tile<A, 2, Half, NV>(depth, a, lda, b, panel_stride, c, ldc, c_panel, false);
   }
   const int64_t tiles = (rows + kTileRows<NV> - 1) / kTileRows<NV>, tile_rows = rows / tiles, longer = rows % tiles;
+  // The first tiles of a slice prefetch the next one, a line with each term.
+  constexpr int64_t line = kLine<A>, lines = NV * W<A> / line;
   for (int64_t q = 0; q < panels; ++q) {
     for (int64_t k = 0; k < depth; k += kPanelDepth) {
       const int64_t slice = depth - k < kPanelDepth ? depth - k : kPanelDepth;
+      const bool last = q + 1 == panels && k + slice == depth;
+      const A* after = last ? next : b + q * panel_stride + (k + slice) * NV * W<A>;
       for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
         const int64_t count = tile_rows + (tile < longer);
         if (k == 0 && q == 0) before(r, r + count);
-        rows_tile<A, NV>(count, slice, a + r * lda + k, lda, b + q * panel_stride + k * NV * W<A>,
-                         c + q * c_panel + r * ldc, ldc, k > 0);
+        const A* slice_b = b + q * panel_stride + k * NV * W<A>;
+        rows_tile<A, NV>(count, slice, a + r * lda + k, lda, slice_b, c + q * c_panel + r * ldc, ldc, k > 0,
+                         tile < lines ? after + tile * slice * line : slice_b);
         r += count;
       }
     }
@@ -160,7 +169,7 @@ SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_pa
   }
   const int64_t width = panel_width<A>(b.groups), depth = words(b.depth);
   for (int64_t q = 0; q < panels; ++q) pack_panel(b, first_panel + q, packed + q * depth * width);
-  panel_products<A, TV>(rows, panels * width / (TV * W<A>), depth, a, lda, packed, c, ldc, TV * W<A>, before);
+  panel_products<A, TV>(rows, panels * width / (TV * W<A>), depth, a, lda, packed, c, ldc, TV * W<A>, packed, before);
 }
 constexpr int64_t kUnpackedRows = 0;
 // Panels of one item.
@@ -236,7 +245,8 @@ void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t 
     for (int64_t q = 0; q < panels; ++q)
       for (int64_t r = 0; r < rows; r += kGemmRows)
         rows_tile<A, kGemmVecs>(rows - r < kGemmRows ? rows - r : kGemmRows, depth, a + r * lda + k, lda,
-                                slice + q * depth * kPanel<A>, c + r * ldc + q * kPanel<A>, ldc, k > 0);
+                                slice + q * depth * kPanel<A>, c + r * ldc + q * kPanel<A>, ldc, k > 0,
+                                slice + q * depth * kPanel<A>);
   }
 }
 template <class A>

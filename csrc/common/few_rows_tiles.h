@@ -78,7 +78,7 @@ inline int64_t panel_steps(int64_t rows, int64_t panels, int64_t depth) {
 // As in few_rows_panels.h; before() is called once, for all rows.
 template <class A, int NV, class Before>
 SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
-                              int64_t ldc, int64_t c_panel, const Before& before) {
+                              int64_t ldc, int64_t c_panel, const A*, const Before& before) {
   if (rows > 0) before(0, rows);
   panel_products_beside<NV>(rows, panels, depth, a, lda, b, c, ldc, c_panel, NoOther{});
 }

@@ -5,16 +5,15 @@
 // whole vectors: their rows must be padded to a multiple of the vector width. A row of C depends only on its own row of
 // A, in ascending k: other rows do not change the result.
 //
-// A long sum is taken in slices, each summed alone and then added to C, for less error than one chain over 128 terms. A
-// slice has 32 terms where 24 accumulators hide the latency of that addition. It has 64 where there are only 12, for
-// speed.
+// A long sum is taken in slices of 32 or 64 terms, each summed alone and then added to C, for less error than one chain
+// over 128 terms.
 //
-// Register tile: MR x NR vectors of accumulators stay in registers over the whole k loop. 32 registers (AVX-512, NEON)
-// hold 6 x 4 of them, 16 registers 6 x 2. 8 x 3 and 14 x 2 do the same work per load, but leave a remainder at the
-// usual widths (64, 128).
-//
-// With 12 accumulators the first two terms of a slice are taken row by row, and need no zeros to add to: that shortens
-// the stall after the burst of twelve stores. Measurements: NOTES.md.
+// Register tile: MR x NR vectors of a slice's sums stay in registers over its terms.
+//   AVX-512   6 x 2, and as many registers again for the sums of all slices: C is read and written once
+//   NEON      6 x 4, slices of 32 terms: 24 sums hide the latency of the addition to C
+//   AVX2      6 x 2, slices of 64 terms, for speed. The first two terms of a slice are taken row by row, and need no
+//             zeros to add to: that shortens the stall after the burst of twelve stores
+// Matrix tiles (AMX) read panels four vectors wide. Measurements: NOTES.md.
 #pragma once
 
 #include "operand.h"
@@ -23,30 +22,64 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__) && !defined(SK_TILES)
+constexpr int kGemmRows = 6, kGemmVecs = 2;
+constexpr bool kSumsInRegisters = true;
+#elif defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kGemmRows = 6, kGemmVecs = 4;
+constexpr bool kSumsInRegisters = false;
 #else
 constexpr int kGemmRows = 6, kGemmVecs = 2;
+constexpr bool kSumsInRegisters = false;
 #endif
-constexpr int64_t kGemmSlice = kGemmVecs == 4 ? 32 : 64;
+constexpr bool kManyRegisters = kSumsInRegisters || kGemmVecs == 4;
+constexpr int64_t kGemmSlice = kManyRegisters ? 32 : 64;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements then take one register, or six.
 enum class UnitStride { none, k, row };
 
-template <class A, int MR, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice>
+// ahead: with each term a line of memory from here on is brought to L2; null: none.
+template <class A, int MR, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice, bool Ahead = false>
 SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
-                         int64_t ldc, bool accumulate) {
+                         int64_t ldc, bool accumulate, const A* ahead = nullptr) {
   if (U == UnitStride::k) k_stride = 1;
   if (U == UnitStride::row) row_stride = 1;
   const auto element = [&](int i, int64_t k) { return broadcast_word(a + i * row_stride + k * k_stride); };
   const auto load_row = [&](int64_t k, Vec<A>(&row)[NR]) {
     for (int j = 0; j < NR; ++j) row[j] = load(b + k * ldb + j * W<A>);
   };
+  const auto add_terms = [&](int64_t k, int64_t end, Vec<A>(&acc)[MR][NR]) {
+    for (; k < end; ++k) {
+      Vec<A> row[NR];
+      load_row(k, row);
+      if (Ahead) __builtin_prefetch(reinterpret_cast<const char*>(ahead) + k * 64, 0, 2);
+      for (int i = 0; i < MR; ++i) {
+        const Vec<A> x = element(i, k);
+        for (int j = 0; j < NR; ++j) acc[i][j] = multiply_add(x, row[j], acc[i][j]);
+      }
+    }
+  };
   int64_t k = 0;
+  if constexpr (kSumsInRegisters) {
+    Vec<A> sums[MR][NR];
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NR; ++j) sums[i][j] = accumulate ? load(c + i * ldc + j * W<A>) : broadcast<A>(-A(0));
+    do {
+      const int64_t end = K - k < Slice ? K : k + Slice;
+      Vec<A> acc[MR][NR] = {};
+      add_terms(k, end, acc);
+      for (int i = 0; i < MR; ++i)
+        for (int j = 0; j < NR; ++j) sums[i][j] += acc[i][j];
+      k = end;
+    } while (k < K);
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NR; ++j) store(c + i * ldc + j * W<A>, sums[i][j]);
+    return;
+  }
   do {
     const int64_t end = K - k < Slice ? K : k + Slice;
     Vec<A> acc[MR][NR];
-    if (kGemmVecs == 2 && end - k >= 2) {
+    if (!kManyRegisters && end - k >= 2) {
       Vec<A> first[NR], second[NR];
       load_row(k, first);
       load_row(k + 1, second);
@@ -59,14 +92,8 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
       for (int i = 0; i < MR; ++i)
         for (int j = 0; j < NR; ++j) acc[i][j] = Vec<A>{};
     }
-    for (; k < end; ++k) {
-      Vec<A> row[NR];
-      load_row(k, row);
-      for (int i = 0; i < MR; ++i) {
-        const Vec<A> x = element(i, k);
-        for (int j = 0; j < NR; ++j) acc[i][j] = multiply_add(x, row[j], acc[i][j]);
-      }
-    }
+    add_terms(k, end, acc);
+    k = end;
     for (int i = 0; i < MR; ++i)
       for (int j = 0; j < NR; ++j) {
         A* out = c + i * ldc + j * W<A>;
@@ -76,23 +103,25 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   } while (k < K);
 }
 
-template <class A, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice>
+// The tile of `rows` rows, at most MR.
+template <class A, int MR, int NR, UnitStride U, int64_t Slice, bool Ahead>
+SK_INLINE void gemm_tail(int64_t rows, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
+                         int64_t ldb, A* c, int64_t ldc, bool accumulate, const A* ahead) {
+  if (rows == MR) gemm_tile<A, MR, NR, U, Slice, Ahead>(K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);
+  else if constexpr (MR > 1)
+    gemm_tail<A, MR - 1, NR, U, Slice, Ahead>(rows, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);
+}
+
+template <class A, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice, bool Ahead = false>
 void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
-                  int64_t ldc, bool accumulate) {
+                  int64_t ldc, bool accumulate, const A* ahead = nullptr) {
   int64_t m = 0;
   for (; m + kGemmRows <= M; m += kGemmRows)
-    gemm_tile<A, kGemmRows, NR, U, Slice>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc,
-                                          accumulate);
-  const A* tail_a = a + m * row_stride;
-  A* tail_c = c + m * ldc;
-  switch (M - m) {
-    case 5: gemm_tile<A, 5, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 4: gemm_tile<A, 4, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 3: gemm_tile<A, 3, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 2: gemm_tile<A, 2, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    case 1: gemm_tile<A, 1, NR, U, Slice>(K, tail_a, row_stride, k_stride, b, ldb, tail_c, ldc, accumulate); break;
-    default: break;
-  }
+    gemm_tile<A, kGemmRows, NR, U, Slice, Ahead>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc,
+                                                 accumulate, ahead);
+  if (m < M)
+    gemm_tail<A, kGemmRows - 1, NR, U, Slice, Ahead>(M - m, K, a + m * row_stride, row_stride, k_stride, b, ldb,
+                                                     c + m * ldc, ldc, accumulate, ahead);
 }
 
 template <class A, UnitStride U>

@@ -10,6 +10,8 @@ namespace {
 
 // Columns of a work item of add_columns.
 constexpr int64_t kSumColumns = 256;
+// Multiply-adds that take as long as packing a number.
+constexpr int64_t kPackWork = 8;
 
 double product_of(int64_t a, int64_t b, int64_t c = 1) {
   return static_cast<double>(a) * static_cast<double>(b) * static_cast<double>(c);
@@ -24,8 +26,8 @@ const ProductKernels& product_kernels_for(Dtype dtype) {
 
 PackedMatrix pack(const ProductKernels& kernels, const Matrix& b) {
   PackedMatrix packed(kernels.packed_bytes(b));
-  for_items(kernels.pack_items(b), product_of(b.depth, b.columns), 0,
-            [&](int64_t item, void*) { kernels.pack(b, packed.data(), item); });
+  for_small_items(kernels.pack_items(b), product_of(b.depth, b.columns, kPackWork), 0,
+                  [&](int64_t item, void*) { kernels.pack(b, packed.data(), item); });
   return packed;
 }
 

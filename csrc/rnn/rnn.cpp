@@ -73,7 +73,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   std::vector<RnnForward> args;
   Loops loops(p, kernels.forward);
   // Where the loops make zx themselves it is stored by panels, otherwise as rows of all gates.
-  const int64_t panel_columns = few_tokens(p) ? 0 : kernels.forward.input_columns(p.layer);
+  const bool panels = !few_tokens(p) && (loops.all_threads() || !kernels.forward.same_bits);
+  const int64_t panel_columns = panels ? kernels.forward.input_columns(p.layer) : 0;
   const int64_t share_tokens = (chunk * ((B + loops.shares() - 1) / loops.shares()) + 31) / 32 * 32;
   const int64_t zx_size = panel_columns > 0 ? checked_product({loops.shares(), share_tokens, panel_columns}, p.op)
                                             : checked_product({chunk, B, stride}, p.op);

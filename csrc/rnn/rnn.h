@@ -153,6 +153,7 @@ struct RnnPass {
   int64_t (*scratch_bytes)(const RnnLayer&, int64_t rows);
   // Columns of zx over all panels if the first turn makes the products with the input; 0 if not.
   int64_t (*input_columns)(const RnnLayer&);
+  bool same_bits;  // whether a product of all tokens' inputs beforehand gives the same bits
 };
 
 struct RnnKernels {

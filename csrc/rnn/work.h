@@ -73,6 +73,8 @@ class Loops {
   }
 
   int64_t shares() const { return shares_; }
+  // Whether every thread has a part of a turn.
+  bool all_threads() const { return items() >= torch::stable::get_num_threads(); }
 
   // Calls turn(direction, share, turn, panel_begin, panel_end, scratch) for every turn of every share.
   template <class Turn>

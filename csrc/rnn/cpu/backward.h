@@ -169,14 +169,15 @@ struct Backward {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group;
+      const int64_t after = panel_begin + zigzag(g + 1 < groups ? g + 1 : g, groups, turn) * group;
       const int64_t begin = panel * kPanel<A>, last = begin + panels * kPanel<A>, end = H < last ? H : last;
       const int64_t stride = group * kPanel<A>;
       if (packed)
-        panel_products<A, kGemmVecs>(count, panels, depth, d, d_stride,
-                                     packed + panel * padded_words(G * H) * kPanel<A>, products, stride, kPanel<A>,
-                                     [&](int64_t i0, int64_t i1) SK_PREFETCHING {
-                                       for (int64_t i = i0; i < i1 && i < next; ++i) prefetch(table[i], begin, end);
-                                     });
+        panel_products<A, kGemmVecs>(
+            count, panels, depth, d, d_stride, packed + panel * padded_words(G * H) * kPanel<A>, products, stride,
+            kPanel<A>, packed + after * padded_words(G * H) * kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
+              for (int64_t i = i0; i < i1 && i < next; ++i) prefetch(table[i], begin, end);
+            });
       else if (count > 0) slice_products(count, panels, d, d_stride, p.direction.w_hh, panel, products, stride, slice);
       carry(t, count, begin, end, begin, end, products, stride);
       change(count, next, begin, end, begin, end);

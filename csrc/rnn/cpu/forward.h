@@ -11,6 +11,8 @@
 #include "sequence.h"
 #if defined(SK_TILES)
 #include "input_tiles.h"
+#else
+#include "input_panels.h"
 #endif
 
 namespace seqkern {
@@ -228,7 +230,7 @@ struct Forward {
   struct Group {
     int64_t panel, panels, begin, end;
     A* products;
-    int64_t stride;
+    int64_t stride, next;  // next: the first panel of the group that follows
   };
   SK_INLINE const A* packed_panel(int64_t panel) const {
     return static_cast<const A*>(p.direction.packed_w_hh) + panel * padded_words(P) * NV * W<A>;
@@ -239,24 +241,23 @@ struct Forward {
       return unpacked_products<A, TV>(count, p.direction.w_hh, g.panel, g.panels, state.h[parity], state.h_stride,
                                       g.products, g.stride, g.products + rows.share.rows * group_size<A>(), before);
     panel_products<A, TV>(count, g.panels * kParts, words(P), state.h[parity], state.h_stride, packed_panel(g.panel),
-                          g.products, g.stride, TV * W<A>, before);
+                          g.products, g.stride, TV * W<A>, packed_panel(g.next), before);
   }
   // Whether zx is stored by panels.
   SK_INLINE bool by_panels() const { return p.input.packed_w_ih; }
 
   // zx of the share's tokens for these panels.
   void input_products(int64_t panel_begin, int64_t panel_end, A* scratch) const {
-#if defined(SK_TILES)
     const int64_t first = rows.reverse ? l.steps - p.step_end : p.step_begin, past = first + p.step_end - p.step_begin;
     const int64_t tokens = rows.share.starts[past] - rows.share.starts[first];
     int64_t t = first, i = 0;
+    const auto begin = [&] { t = first, i = 0; };
     const auto next = [&] {
       while (i == rows.count(t)) ++t, i = 0;
       const int64_t row = t * l.batch + rows.row(i++);
-      return static_cast<const BFloat16*>(p.input.x) + row * l.inputs;
+      return static_cast<const char*>(p.input.x) + row * l.inputs * size_of(l.dtype);
     };
-    const auto begin = [&] { t = first, i = 0; };
-    const auto add = [&](int64_t panel, A* sums) {
+    const auto bias_of = [&](int64_t panel, A* sums) {
       for (int v = 0; v < NV; ++v) {
         const int64_t u = panel * kUnits + (G == 1 ? v * W<A> : 0), n = H - u;
         const A* bias = static_cast<const A*>(p.input.bias) + (G == 1 ? 0 : v * H) + u;
@@ -264,11 +265,11 @@ struct Forward {
       }
     };
     A* zx = static_cast<A*>(p.zx) + rows.share.first * p.input.share_stride;
-    panel_input_products<NV>(tokens, l.inputs, begin, next, static_cast<const A*>(p.input.packed_w_ih), panel_begin,
-                             panel_end, p.input.bias != nullptr, add, zx, p.input.panel_stride, scratch);
-#else
-    (void)panel_begin, (void)panel_end, (void)scratch;
-#endif
+    by_element<A>(l.dtype, [&](auto element) {
+      panel_input_products<A, NV, TV, decltype(element)>(
+          tokens, l.inputs, begin, next, static_cast<const A*>(p.input.packed_w_ih), panel_begin, panel_end,
+          p.input.bias != nullptr, bias_of, zx, p.input.panel_stride, scratch);
+    });
   }
 
   RowTiles row_tiles(int64_t count) const { return RowTiles(p.direction.packed_w_hh ? count : kUnpackedRows); }
@@ -294,7 +295,13 @@ struct Forward {
     const auto at_group = [&](int64_t g, A* to) {
       const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group, begin = panel * kUnits;
-      return Group{panel, panels, begin, H - begin < panels * kUnits ? H : begin + panels * kUnits, to, stride};
+      return Group{panel,
+                   panels,
+                   begin,
+                   H - begin < panels * kUnits ? H : begin + panels * kUnits,
+                   to,
+                   stride,
+                   panel_begin + zigzag(g + 1 < groups ? g + 1 : g, groups, turn) * group};
     };
     const auto ahead = [&](const Group& g) {
       return [&table, &g, this](int64_t i0, int64_t i1) SK_PREFETCHING {
@@ -388,7 +395,12 @@ struct Forward {
 
   // Prefetches what the cell will read and write, while the products are computed.
   SK_INLINE void prefetch(const ForwardRow<A>& r, int64_t u) const {
-    for (int g = 0; g < G && !by_panels(); ++g) __builtin_prefetch(r.zx + g * H + u);
+    if (!by_panels())
+      for (int g = 0; g < G; ++g) __builtin_prefetch(r.zx + g * H + u);
+#if !defined(SK_TILES)
+    else
+      for (int v = 0; v < NV; ++v) __builtin_prefetch(r.zx + u / kUnits * p.input.panel_stride + v * W<A>);
+#endif
     if (r.gates)
       for (int g = 0; g < R; ++g) __builtin_prefetch(r.gates + g * H + u, 1);
     if (kLstm && r.cells) __builtin_prefetch(r.cells + u, 1);
@@ -422,7 +434,8 @@ struct Forward {
     const RowTiles tiles = row_tiles(count);
     for (int64_t panel = 0; panel < panels; panel += group) {
       const int64_t some = panels - panel < group ? panels - panel : group;
-      unit_products(count, {panel, some, 0, 0, products, stride}, parity, [](int64_t, int64_t) {});
+      unit_products(count, {panel, some, 0, 0, products, stride, panel + group < panels ? panel + group : 0}, parity,
+                    [](int64_t, int64_t) {});
       for (int64_t q = 0; q < some; ++q)
         for (int64_t i = 0; i < count; ++i)
           for (int v = 0; v < NV; ++v) {
@@ -512,11 +525,8 @@ template <class A>
 int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
   const int64_t packed = packs_on_the_fly(l) ? unpacked_scratch<A>(rows, l.width, group_size<A>()) : 0;
   const int64_t products = (kDepthStep > 1 ? 2 : 1) * rows * group_size<A>() + packed;
-#if defined(SK_TILES)
-  return row_table_size<ForwardRow<A>, A>(rows) + std::max(products, input_scratch(l.inputs));
-#else
-  return row_table_size<ForwardRow<A>, A>(rows) + products;
-#endif
+  const int64_t most = std::max(products, input_scratch<A>(l.inputs));
+  return row_table_size<ForwardRow<A>, A>(rows) + most;
 }
 
 }  // namespace

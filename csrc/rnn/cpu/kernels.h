@@ -17,14 +17,10 @@ int64_t forward_state_bytes(const RnnLayer& l, int64_t rows) {
 int64_t forward_scratch_bytes(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, forward_scratch<A>(l, rows) * static_cast<int64_t>(sizeof(A)));
 }
-// Products with the input on tiles, unless a norm or a projection needs whole rows.
+// Products with the input, unless a norm or a projection needs whole rows.
 int64_t forward_input_columns(const RnnLayer& l) {
-#if defined(SK_TILES)
-  return l.inputs > 0 && !l.norm && !l.project ? forward_panels<float>(l) * panel_width<float>(gate_count(l.cell)) : 0;
-#else
-  (void)l;
-  return 0;
-#endif
+  if (l.inputs == 0 || l.norm || l.project) return 0;
+  SK_BY_ACC(l.dtype, forward_panels<A>(l) * panel_width<A>(gate_count(l.cell)));
 }
 int64_t no_input_columns(const RnnLayer&) { return 0; }
 int64_t backward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, backward_panels<A>(l)); }
@@ -59,12 +55,14 @@ constexpr RnnKernels kKernels = {
                 .tile_rows = forward_tile_rows,
                 .state_bytes = forward_state_bytes,
                 .scratch_bytes = forward_scratch_bytes,
-                .input_columns = forward_input_columns},
+                .input_columns = forward_input_columns,
+                .same_bits = kDepthStep == 1},
     .backward = {.panels = backward_panel_count,
                  .tile_rows = backward_tile_rows,
                  .state_bytes = backward_state_bytes,
                  .scratch_bytes = backward_scratch_bytes,
-                 .input_columns = no_input_columns},
+                 .input_columns = no_input_columns,
+                 .same_bits = true},
     .forward_turn = forward_turn,
     .backward_turn = backward_turn,
     .activate_scratch = activate_bytes,

@@ -1,0 +1,53 @@
+// Products with the input on vectors, by panels of hidden units: each worker computes those of its own units, in the
+// layout that the loop over the steps reads (RnnInput).
+#pragma once
+
+#include "few_rows.h"
+
+namespace seqkern {
+namespace SK_TIER {
+namespace {
+
+// Bytes of panels whose weights stay in L2 over all tokens; tokens whose operands do.
+constexpr int64_t kInputBytes = 512 << 10, kInputRows = 96;
+template <class A>
+int64_t input_scratch(int64_t inputs) {
+  return kInputRows * operand_stride<A>(inputs);
+}
+
+// Rows of zx, NV vectors wide, in panels panel_stride apart: x W_ih + bias. A panel's weights are stored in parts of TV
+// vectors. begin() returns to the first token, next() returns the next token's row of x; bias_of(panel, sums) writes a
+// panel's bias.
+template <class A, int NV, int TV, class T, class Begin, class Next, class BiasOf>
+void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, const Next& next, const A* packed,
+                          int64_t panel_begin, int64_t panel_end, bool has_bias, const BiasOf& bias_of, A* zx,
+                          int64_t panel_stride, A* staged) {
+  const int64_t depth = words(inputs), stride = operand_stride<A>(inputs), size = depth * NV * W<A>;
+  const int64_t most = kInputBytes / (size * static_cast<int64_t>(sizeof(A))), group = most < 1 ? 1 : most;
+  alignas(64) A bias[NV * W<A>];
+  for (int64_t first = panel_begin; first < panel_end; first += group) {
+    const int64_t past = panel_end - first < group ? panel_end : first + group;
+    begin();
+    for (int64_t token = 0; token < tokens; token += kInputRows) {
+      const int64_t rows = tokens - token < kInputRows ? tokens - token : kInputRows;
+      for (int64_t r = 0; r < rows; ++r)
+        as_operand_row(reinterpret_cast<const T*>(next()), inputs, staged + r * stride);
+      for (int64_t q = first; q < past; ++q) {
+        A* to = zx + q * panel_stride + token * NV * W<A>;
+        panel_products<A, TV>(rows, NV / TV, depth, staged, stride, packed + q * size, to, NV * W<A>, TV * W<A>,
+                              packed + (q + 1 < past ? q + 1 : first) * size, [](int64_t, int64_t) {});
+        if (!has_bias) continue;
+        bias_of(q, bias);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int v = 0; v < NV; ++v) {
+            A* sum = to + (r * NV + v) * W<A>;
+            store(sum, load(sum) + load(bias + v * W<A>));
+          }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace SK_TIER
+}  // namespace seqkern
