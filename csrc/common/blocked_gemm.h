@@ -25,13 +25,13 @@ namespace {
 // Blocks of C, in elements.
 constexpr int64_t kBlockRows = 96, kBlockColumns = 512;
 template <class A>
-constexpr int64_t kPanel = kGemmVecs * W<A>;
+constexpr int64_t kPanel = kPanelVecs * W<A>;
 // Terms of one sum: at 64 an LSTM of 129 inputs would have twice torch's error.
 constexpr int64_t kPanelSlice = 32;
 // Depth of a slice: 4 to 32 KB of a panel, which L1 keeps over the rows of a block. Chosen by measurement, as the
 // blocks are (NOTES.md).
 constexpr int64_t kBlockDepth = 128;
-constexpr bool kReadInPlace = kGemmVecs == 4 && kTerms == 1;
+constexpr bool kReadInPlace = kPanelVecs == 4 && kTerms == 1;
 // Rows of scratch are one cache line longer than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
@@ -52,10 +52,10 @@ SK_INLINE void by_element(Dtype dtype, const F& f) {
 
 template <class A>
 int64_t panel_width(int64_t groups) {
-  return (groups == 1 ? kGemmVecs : groups) * W<A>;
+  return (groups == 1 ? kPanelVecs : groups) * W<A>;
 }
 // How many vectors of a panel are side by side: as many as a tile reads. The others follow below, at the same depths.
-constexpr int64_t tile_vectors(int64_t groups) { return groups % kGemmVecs == 0 || groups == 1 ? kGemmVecs : groups; }
+constexpr int64_t tile_vectors(int64_t groups) { return groups % kPanelVecs == 0 || groups == 1 ? kPanelVecs : groups; }
 template <class A>
 int64_t panel_count(int64_t columns, int64_t groups) {
   const int64_t width = groups == 1 ? kPanel<A> : W<A>;
@@ -176,11 +176,11 @@ template <class A, int NR>
 __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
                                              const A* b, A* c, int64_t ldc, bool accumulate, const A* ahead) {
   if (kReadInPlace && k_stride == 1)  // one of the strides is 1
-    gemm_columns<A, NR, UnitStride::k, kPanelSlice, kSumsInRegisters>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc,
-                                                                      accumulate, ahead);
+    gemm_columns<A, NR, UnitStride::k, kPanelSlice, kAhead>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate,
+                                                            ahead);
   else
-    gemm_columns<A, NR, UnitStride::row, kPanelSlice, kSumsInRegisters>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc,
-                                                                        accumulate, ahead);
+    gemm_columns<A, NR, UnitStride::row, kPanelSlice, kAhead>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate,
+                                                              ahead);
 }
 
 // C[M, columns of B] (+)= A B over one slice. B is a run of panels, `panel_stride` apart. Calls before(m, n, rows,
@@ -200,7 +200,7 @@ void multiply_panels(int64_t M, int64_t columns, int64_t K, const A* a, int64_t 
       A* c_tile = c + m * ldc + n;
       before(m, n, rows, width);
       if (width > kPanel<A> - W<A>) {
-        panel_columns<A, kGemmVecs>(rows, K, a_rows, row_stride, k_stride, b, c_tile, ldc, accumulate, ahead);
+        panel_columns<A, kPanelVecs>(rows, K, a_rows, row_stride, k_stride, b, c_tile, ldc, accumulate, ahead);
       } else {
         for (int64_t v = 0; v < width; v += W<A>)
           panel_columns<A, 1>(rows, K, a_rows, row_stride, k_stride, b + v, c_tile + v, ldc, accumulate, ahead);

@@ -37,12 +37,12 @@ SK_INLINE void as_operand(int64_t rows, int64_t depth, const T* a, int64_t lda, 
 template <class A>
 void packed_rows_product(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                          int64_t ldc) {
-  const int64_t panels = (columns + kPanel<A> - 1) / kPanel<A>, group = panel_group<kGemmVecs>(rows);
+  const int64_t panels = (columns + kPanel<A> - 1) / kPanel<A>, group = panel_group<kPanelVecs>(rows);
   const int64_t whole = (depth + kDepthStep - 1) / kDepthStep * kDepthStep;
   for (int64_t q = 0; q < panels; q += group)
-    panel_products<A, kGemmVecs>(rows, panels - q < group ? panels - q : group, depth, a, lda,
-                                 b + q * whole * kPanel<A>, c + q * kPanel<A>, ldc, kPanel<A>,
-                                 b + (q + group < panels ? q + group : 0) * whole * kPanel<A>, [](int64_t, int64_t) {});
+    panel_products<A, kPanelVecs>(
+        rows, panels - q < group ? panels - q : group, depth, a, lda, b + q * whole * kPanel<A>, c + q * kPanel<A>, ldc,
+        kPanel<A>, b + (q + group < panels ? q + group : 0) * whole * kPanel<A>, [](int64_t, int64_t) {});
 }
 
 // Work items of a product whose panels are packed on the fly: groups of panels.
@@ -85,8 +85,8 @@ void few_rows_item(const FewRowsProduct& p, int64_t item, A* scratch) {
     slice_products(p.rows, panels, a, lda, p.b, first, products, group * kPanel<A>, scratch);
   } else {
     const RowTiles tiles(kUnpackedRows);
-    unpacked_products<A, kGemmVecs>(p.rows, p.b, first, panels, a, lda, products, group * kPanel<A>, scratch,
-                                    [](int64_t, int64_t) {});
+    unpacked_products<A, kPanelVecs>(p.rows, p.b, first, panels, a, lda, products, group * kPanel<A>, scratch,
+                                     [](int64_t, int64_t) {});
   }
   const A* bias = static_cast<const A*>(p.bias);
   const int64_t begin = first * kPanel<A>, past = begin + panels * kPanel<A>;
@@ -122,7 +122,7 @@ int64_t spin(int64_t turns, A* memory) {
 #else
   for (int64_t i = 0; i < kSpinBytes / static_cast<int64_t>(sizeof(A)); ++i) memory[i] = A(0);
   // rounded(): the compiler must not know that these are zeros.
-  constexpr int kRows = 6, kVecs = kManyRegisters ? 4 : 2;
+  constexpr int kRows = 6, kVecs = kGemmVecs;
   Vec<A> sums[kRows][kVecs], x = rounded(load(memory)), y = rounded(load(memory + W<A>));
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kVecs; ++j) sums[i][j] = rounded(load(memory + (2 + i * kVecs + j) * W<A>));

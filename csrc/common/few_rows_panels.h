@@ -44,9 +44,9 @@ __attribute__((noinline)) void panel_tile(int64_t depth, const A* a, int64_t lda
 }
 
 // Depth of a slice of a panel, which L1 keeps over all rows.
-constexpr int64_t kPanelDepth = kManyRegisters && !kSumsInRegisters ? 128 : 256;
+constexpr int64_t kPanelDepth = 512 / kPanelVecs;
 // Rows of a tile of one panel; panels of a tile of one or two rows.
-constexpr int whole_tile(int64_t vectors) { return static_cast<int>(kGemmRows * kGemmVecs / vectors); }
+constexpr int whole_tile(int64_t vectors) { return static_cast<int>(kGemmRows * kPanelVecs / vectors); }
 template <int NV>
 constexpr int kTileRows = whole_tile(NV);
 template <int NV>
@@ -57,8 +57,7 @@ template <class A, int NV, int R = kTileRows<NV>>
 __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                                          int64_t ldc, bool accumulate, const A* ahead) {
   if (rows == R)
-    gemm_tile<A, R, NV, UnitStride::k, kPanelSlice, kSumsInRegisters>(depth, a, lda, 1, b, NV * W<A>, c, ldc,
-                                                                      accumulate, ahead);
+    gemm_tile<A, R, NV, UnitStride::k, kPanelSlice, kAhead>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate, ahead);
   else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate, ahead);
 }
 
@@ -173,7 +172,7 @@ SK_INLINE void unpacked_products(int64_t rows, const Matrix& b, int64_t first_pa
 }
 constexpr int64_t kUnpackedRows = 0;
 // Panels of one item.
-inline int64_t unpacked_group(int64_t rows) { return panel_group<kGemmVecs>(rows); }
+inline int64_t unpacked_group(int64_t rows) { return panel_group<kPanelVecs>(rows); }
 
 // Panels of one item of a row-major B, kPanelSlice rows at a time: reads long contiguous runs of each row.
 template <class A>
@@ -191,7 +190,7 @@ void pack_slice(const Matrix& b, int64_t first_panel, int64_t panels, int64_t k,
     A* to = packed + i * kPanel<A>;
     for (int64_t q = 0; q < panels; ++q, to += depth * kPanel<A>) {
       const int64_t first = begin + q * kPanel<A>;
-      for (int v = 0; v < kGemmVecs; ++v)
+      for (int v = 0; v < kPanelVecs; ++v)
         store(to + v * W<A>, load_rows<T>(rows, first + v * W<A>, b.columns - first - v * W<A>));
     }
   }
@@ -244,9 +243,9 @@ void slice_products_of(int64_t rows, int64_t panels, const acc_t<T>* a, int64_t 
     pack_slice<T>(b, first_panel, panels, k, depth, slice);
     for (int64_t q = 0; q < panels; ++q)
       for (int64_t r = 0; r < rows; r += kGemmRows)
-        rows_tile<A, kGemmVecs>(rows - r < kGemmRows ? rows - r : kGemmRows, depth, a + r * lda + k, lda,
-                                slice + q * depth * kPanel<A>, c + r * ldc + q * kPanel<A>, ldc, k > 0,
-                                slice + q * depth * kPanel<A>);
+        rows_tile<A, kPanelVecs>(rows - r < kGemmRows ? rows - r : kGemmRows, depth, a + r * lda + k, lda,
+                                 slice + q * depth * kPanel<A>, c + r * ldc + q * kPanel<A>, ldc, k > 0,
+                                 slice + q * depth * kPanel<A>);
   }
 }
 template <class A>

@@ -89,7 +89,7 @@ SK_INLINE void panel_products(int64_t rows, int64_t panels, int64_t depth, const
 // stored; pairs of A^T are right tiles, made in unpacked_scratch() of memory.
 template <class A>
 int64_t unpacked_scratch(int64_t rows, int64_t depth, int64_t) {
-  return (rows + 15) / 16 * padded_words(depth) * 16 + 2 * kGemmVecs * 256;
+  return (rows + 15) / 16 * padded_words(depth) * 16 + 2 * kPanelVecs * 256;
 }
 
 // Copies 16 columns of B from `column` on (`count` of them exist), over the step that begins at number k, to a left
@@ -188,15 +188,15 @@ void slice_products(int64_t rows, int64_t panels, const A* a, int64_t lda, const
       for (int64_t i = 0; i < depth; ++i) {
         const auto source = rows_from<T>(b, (k + i) * kTerms);
         for (int64_t q = 0; q < panels; ++q)
-          for (int64_t v = 0; v < kGemmVecs; ++v) {
+          for (int64_t v = 0; v < kPanelVecs; ++v) {
             const int64_t column = (first_panel + q) * kPanel<A> + v * 16;
-            A* to = slice + q * depth * kPanel<A> + (i / 16 * kGemmVecs + v) * 256 + i % 16 * 16;
+            A* to = slice + q * depth * kPanel<A> + (i / 16 * kPanelVecs + v) * 256 + i % 16 * 16;
             store(to, load_rows<T>(source, column, b.columns - column));
           }
       }
       for (int64_t q = 0; q < panels; ++q)
-        panel_rows<kGemmVecs>(rows, depth / 16, a + k, lda, slice + q * depth * kPanel<A>, c + q * kPanel<A>, ldc,
-                              {k > 0 ? c + q * kPanel<A> : nullptr, ldc});
+        panel_rows<kPanelVecs>(rows, depth / 16, a + k, lda, slice + q * depth * kPanel<A>, c + q * kPanel<A>, ldc,
+                               {k > 0 ? c + q * kPanel<A> : nullptr, ldc});
     }
   });
 }

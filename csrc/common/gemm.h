@@ -22,18 +22,24 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-#if defined(__AVX512F__) && !defined(SK_TILES)
-constexpr int kGemmRows = 6, kGemmVecs = 2;
-constexpr bool kSumsInRegisters = true;
-#elif defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kGemmRows = 6, kGemmVecs = 4;
-constexpr bool kSumsInRegisters = false;
+// kGemmVecs: vectors of a register tile; of one whose B is packed, kPanelVecs.
+constexpr int kGemmRows = 6;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kGemmVecs = 4;
 #else
-constexpr int kGemmRows = 6, kGemmVecs = 2;
+constexpr int kGemmVecs = 2;
+#endif
+#if defined(__AVX512F__) && !defined(SK_TILES)
+constexpr int kPanelVecs = 2;
+template <int MR, int NR>
+constexpr bool kSumsInRegisters = 2 * MR * NR + NR + 1 <= 32;
+#else
+constexpr int kPanelVecs = kGemmVecs;
+template <int MR, int NR>
 constexpr bool kSumsInRegisters = false;
 #endif
-constexpr bool kManyRegisters = kSumsInRegisters || kGemmVecs == 4;
-constexpr int64_t kGemmSlice = kManyRegisters ? 32 : 64;
+constexpr bool kAhead = kPanelVecs < kGemmVecs;  // whether packed panels are prefetched
+constexpr int64_t kGemmSlice = kGemmVecs == 4 ? 32 : 64;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements then take one register, or six.
 enum class UnitStride { none, k, row };
@@ -60,7 +66,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
     }
   };
   int64_t k = 0;
-  if constexpr (kSumsInRegisters) {
+  if constexpr (kSumsInRegisters<MR, NR>) {
     Vec<A> sums[MR][NR];
     for (int i = 0; i < MR; ++i)
       for (int j = 0; j < NR; ++j) sums[i][j] = accumulate ? load(c + i * ldc + j * W<A>) : broadcast<A>(-A(0));
@@ -79,7 +85,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   do {
     const int64_t end = K - k < Slice ? K : k + Slice;
     Vec<A> acc[MR][NR];
-    if (!kManyRegisters && end - k >= 2) {
+    if (kGemmVecs == 2 && end - k >= 2) {
       Vec<A> first[NR], second[NR];
       load_row(k, first);
       load_row(k + 1, second);
@@ -103,10 +109,10 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
   } while (k < K);
 }
 
-// The tile of `rows` rows, at most MR.
+// The tile of `rows` rows, at most MR. Inlined, gcc would spill operands of every tile of the caller.
 template <class A, int MR, int NR, UnitStride U, int64_t Slice, bool Ahead>
-SK_INLINE void gemm_tail(int64_t rows, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
-                         int64_t ldb, A* c, int64_t ldc, bool accumulate, const A* ahead) {
+__attribute__((noinline)) void gemm_tail(int64_t rows, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
+                                         const A* b, int64_t ldb, A* c, int64_t ldc, bool accumulate, const A* ahead) {
   if (rows == MR) gemm_tile<A, MR, NR, U, Slice, Ahead>(K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);
   else if constexpr (MR > 1)
     gemm_tail<A, MR - 1, NR, U, Slice, Ahead>(rows, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);

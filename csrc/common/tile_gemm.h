@@ -88,7 +88,7 @@ inline void multiply_tiles_item(const Product& p, int64_t item, float* scratch) 
       for (int64_t n = 0; n < columns; n += 32) {
         const int64_t width = columns - n < 32 ? columns - n : 32;
         const Tiles panel{b + n / kPanel<float> * panel_words + k * kPanel<float> + n % kPanel<float> * 16, 1024,
-                          kGemmVecs * 1024};
+                          kPanelVecs * 1024};
         if (in_place && some == 32 && width == 32) {
           float* out = static_cast<float*>(p.c) + (m0 + m) * p.c_stride + n0 + n;
           const Addend before{k > 0 || p.accumulate ? out : nullptr, p.c_stride, 16 * p.c_stride};

@@ -22,7 +22,7 @@ constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeys = 512;
 template <class A>
 constexpr bool kDots = W<A> >= 8;
 // Output sums in registers; at most so many packets of columns, and rows. (More sums are slower: NOTES.md.)
-constexpr int kWeighed = kManyRegisters ? 16 : 8, kMostPackets = 4, kMostRows = kManyRegisters ? 8 : 4;
+constexpr int kWeighed = 4 * kGemmVecs, kMostPackets = 4, kMostRows = 2 * kGemmVecs;
 // Prefetch distance in bytes: a core that waits for each line in turn gets half the bandwidth. One line at a time,
 // between the products: a core has some tens of requests in flight, and stalls while it queues more.
 constexpr int64_t kPrefetchBytes = 8192;

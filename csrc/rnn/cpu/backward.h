@@ -163,7 +163,7 @@ struct Backward {
       return;
     }
     const RowTiles tiles(count);
-    const int64_t group = packed ? panel_group<kGemmVecs>(count) : kSlicePanels<A>;
+    const int64_t group = packed ? panel_group<kPanelVecs>(count) : kSlicePanels<A>;
     A* slice = products + rows.share.rows * kSlicePanels<A> * kPanel<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
     for (int64_t g = 0; g < groups; ++g) {
@@ -173,7 +173,7 @@ struct Backward {
       const int64_t begin = panel * kPanel<A>, last = begin + panels * kPanel<A>, end = H < last ? H : last;
       const int64_t stride = group * kPanel<A>;
       if (packed)
-        panel_products<A, kGemmVecs>(
+        panel_products<A, kPanelVecs>(
             count, panels, depth, d, d_stride, packed + panel * padded_words(G * H) * kPanel<A>, products, stride,
             kPanel<A>, packed + after * padded_words(G * H) * kPanel<A>, [&](int64_t i0, int64_t i1) SK_PREFETCHING {
               for (int64_t i = i0; i < i1 && i < next; ++i) prefetch(table[i], begin, end);
@@ -353,7 +353,7 @@ template <class A>
 int64_t backward_scratch(const RnnLayer& l, int64_t rows) {
   const int64_t table = row_table_size<BackwardRow<A>, A>(rows);
   if (packs_on_the_fly_back(l)) return table + rows * kSlicePanels<A> * kPanel<A> + kSliceScratch<A>;
-  return table + (rows > 2 ? rows : 2) * kTilePanels<kGemmVecs> * kPanel<A>;
+  return table + (rows > 2 ? rows : 2) * kTilePanels<kPanelVecs> * kPanel<A>;
 }
 
 }  // namespace

@@ -21,9 +21,9 @@ namespace {
 
 // Vectors of a panel, and of hidden units in it.
 template <int G>
-constexpr int kPanelVecs = G == 1 ? kGemmVecs : G;
+constexpr int kGateVecs = G == 1 ? kPanelVecs : G;
 template <int G>
-constexpr int kUnitVecs = G == 1 ? kGemmVecs : 1;
+constexpr int kUnitVecs = G == 1 ? kPanelVecs : 1;
 
 // Elements of a row of a group's products (Group): eight vectors for one or two rows; for more rows four gates of a
 // cache line of hidden units.
@@ -76,7 +76,7 @@ struct ForwardRow {
 template <class A, Cell kCell, bool Plain>
 struct Forward {
   static constexpr int G = static_cast<int>(gate_count(kCell)), R = static_cast<int>(saved_count(kCell));
-  static constexpr int NV = kPanelVecs<G>, kUnits = kUnitVecs<G> * W<A>;
+  static constexpr int NV = kGateVecs<G>, kUnits = kUnitVecs<G> * W<A>;
   // A panel is processed in parts as wide as a register tile, whose products are side by side.
   static constexpr int TV = static_cast<int>(tile_vectors(G)), kParts = NV / TV;
   static constexpr bool kLstm = kCell == Cell::lstm;

@@ -24,7 +24,7 @@ int64_t forward_input_columns(const RnnLayer& l) {
 }
 int64_t no_input_columns(const RnnLayer&) { return 0; }
 int64_t backward_panel_count(const RnnLayer& l) { SK_BY_ACC(l.dtype, backward_panels<A>(l)); }
-int64_t backward_tile_rows(const RnnLayer&) { return kTileRows<kGemmVecs>; }
+int64_t backward_tile_rows(const RnnLayer&) { return kTileRows<kPanelVecs>; }
 int64_t backward_state_bytes(const RnnLayer& l, int64_t rows) {
   SK_BY_ACC(l.dtype, BackwardState<A>(l, rows, nullptr).bytes);
 }
