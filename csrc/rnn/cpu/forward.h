@@ -346,7 +346,13 @@ struct Forward {
     for (int64_t g = 0; g < groups; ++g) {
       const Group now = at_group(g, products);
       unit_products(count, now, parity, ahead(now));
-      for (int64_t i = 0; i < count; ++i) row_cells(now, t, i, table[i]);
+      if constexpr (kLstm) {
+        // In two passes: a row's tanh of c~ would wait for its gates, with too few rows in flight to hide that.
+        for (int64_t i = 0; i < count; ++i) row_gates(now, t, i, table[i]);
+        for (int64_t i = 0; i < count; ++i) row_states(now, t, i, table[i]);
+      } else {
+        for (int64_t i = 0; i < count; ++i) row_cells(now, t, i, table[i]);
+      }
       end(now);
     }
   }
@@ -369,13 +375,46 @@ struct Forward {
     keep_h(r, o * tanh<A>(c_new), g.begin, zoneout[0]);
   }
 
+  // Where the cells of W hidden units find their products and zx.
+  struct Units {
+    A* product;
+    const A* zx;
+  };
+  SK_INLINE Units units_of(const Group& g, int64_t i, const ForwardRow<A>& r, int64_t u) const {
+    const int64_t q = (u - g.begin) / kUnits, v = G == 1 ? (u - g.begin) % kUnits : 0;
+    return {g.products + i * g.stride + q * NV * W<A> + v,
+            by_panels() ? r.zx + (g.panel + q) * p.input.panel_stride + v : r.zx + u};
+  }
+  SK_INLINE int64_t zx_gate() const { return by_panels() ? W<A> : H; }
+
   SK_INLINE void row_cells(const Group& g, int64_t t, int64_t i, const ForwardRow<A>& r) const {
     ZoneoutRow<A> zoneout[2];
     begin_zoneout(zoneout, t, i);
     for (int64_t u = g.begin; u < g.end; u += W<A>) {
-      const int64_t q = (u - g.begin) / kUnits, v = G == 1 ? (u - g.begin) % kUnits : 0;
-      const A* zx = by_panels() ? r.zx + (g.panel + q) * p.input.panel_stride + v : r.zx + u;
-      cell(r, zx, by_panels() ? W<A> : H, g.products + i * g.stride + q * NV * W<A> + v, u, zoneout);
+      const Units units = units_of(g, i, r, u);
+      cell(r, units.zx, zx_gate(), units.product, u, zoneout);
+    }
+  }
+  // An LSTM's cells up to c~, which replaces the products together with o, and from there.
+  SK_INLINE void row_gates(const Group& g, int64_t t, int64_t i, const ForwardRow<A>& r) const {
+    ZoneoutRow<A> zoneout[2];
+    begin_zoneout(zoneout, t, i);
+    for (int64_t u = g.begin; u < g.end; u += W<A>) {
+      const Units units = units_of(g, i, r, u);
+      Vec<A> o;
+      const Vec<A> c_prev = load(r.c + u);
+      const Vec<A> c_new = gates_of(units.zx, zx_gate(), units.product, W<A>, c_prev, c_prev, u, r.gates, o);
+      keep_c(r, c_prev, c_new, u, zoneout[1]);
+      store(units.product, c_new);
+      store(units.product + W<A>, o);
+    }
+  }
+  SK_INLINE void row_states(const Group& g, int64_t t, int64_t i, const ForwardRow<A>& r) const {
+    ZoneoutRow<A> zoneout[2];
+    begin_zoneout(zoneout, t, i);
+    for (int64_t u = g.begin; u < g.end; u += W<A>) {
+      const A* product = units_of(g, i, r, u).product;
+      keep_h(r, load(product + W<A>) * tanh<A>(load(product)), u, zoneout[0]);
     }
   }
 
