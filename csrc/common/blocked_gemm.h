@@ -124,19 +124,36 @@ void pack_rows(const Matrix& p, int64_t panel, int64_t k, int64_t depth, acc_t<T
     return;
   }
   // Row by row: rows a power of two apart evict each other from the cache.
-  for (int64_t i = 0; i < words(depth); ++i)
+  for (int64_t i = 0; i < words(depth); ++i) {
+    const T* at[kTerms];
+    for (int64_t t = 0; t < kTerms; ++t) at[t] = source_row<T>(p, k + i * kTerms + t);
     for (int64_t v = 0; v < vectors; ++v)
-      store(row(v, i), load_rows<T>(rows_from<T>(p, k + i * kTerms), parts[v].column, parts[v].count));
+      store(row(v, i), load_rows<T>([&](int64_t t) { return at[t]; }, parts[v].column, parts[v].count));
+  }
 }
 
-// Work item: one panel over kBlockDepth words; `item` counts the depth fastest.
+// Work items: where the source's rows are contiguous, all panels over a few rows; otherwise one panel over all or much
+// of the depth. Either way the source is read in a few long streams, which the processor prefetches.
+constexpr int64_t kPackRows = 16, kPackDepth = 512;
+inline bool by_rows(const Matrix& b) { return b.rows || b.n_stride == 1; }
+template <class A>
+int64_t pack_item_count(const Matrix& b) {
+  const int64_t depth = (by_rows(b) ? kPackRows : kPackDepth) * kTerms, slices = (b.depth + depth - 1) / depth;
+  return by_rows(b) ? slices : slices * panel_count<A>(b.columns, b.groups);
+}
 template <class T>
 void pack_item(const Matrix& p, void* packed, int64_t item) {
   using A = acc_t<T>;
-  const int64_t slice = kBlockDepth * kTerms, slices = (p.depth + slice - 1) / slice;
-  const int64_t panel = item / slices, k = item % slices * slice;
-  const int64_t depth = p.depth - k < slice ? p.depth - k : slice;
-  pack_rows<T>(p, panel, k, depth, static_cast<A*>(packed) + panel * padded_words(p.depth) * panel_width<A>(p.groups));
+  const int64_t panels = panel_count<A>(p.columns, p.groups);
+  const int64_t size = padded_words(p.depth) * panel_width<A>(p.groups);
+  const auto pack_slice = [&](int64_t panel, int64_t k, int64_t most) {
+    pack_rows<T>(p, panel, k, p.depth - k < most ? p.depth - k : most, static_cast<A*>(packed) + panel * size);
+  };
+  if (by_rows(p)) {
+    for (int64_t panel = 0; panel < panels; ++panel) pack_slice(panel, item * kPackRows * kTerms, kPackRows * kTerms);
+  } else {
+    pack_slice(item % panels, item / panels * kPackDepth * kTerms, kPackDepth * kTerms);
+  }
 }
 
 // Packs one panel just before it is used, instead of all panels beforehand.

@@ -25,10 +25,7 @@ int64_t packed_bytes(const Matrix& b) {
   SK_BY_ACC(b.dtype, padded_words(b.depth) * panel_count<A>(b.columns, b.groups) * panel_width<A>(b.groups) *
                          static_cast<int64_t>(sizeof(A)));
 }
-int64_t pack_items(const Matrix& b) {
-  const int64_t slice = kBlockDepth * kTerms, slices = (b.depth + slice - 1) / slice;
-  SK_BY_ACC(b.dtype, panel_count<A>(b.columns, b.groups) * slices);
-}
+int64_t pack_items(const Matrix& b) { SK_BY_ACC(b.dtype, pack_item_count<A>(b)); }
 void pack(const Matrix& b, void* packed, int64_t item) { SK_BY_TYPE(b.dtype, pack_item<T>(b, packed, item)); }
 
 #if defined(SK_TILES)
