@@ -30,8 +30,8 @@ constexpr int64_t kPanel = kPanelVecs * W<A>;
 constexpr int64_t kPanelSlice = 32;
 // Depth of a slice: 4 to 32 KB of a panel, which L1 keeps over the rows of a block. Chosen by measurement, as the
 // blocks are (NOTES.md).
-constexpr int64_t kBlockDepth = 128;
-constexpr bool kReadInPlace = kPanelVecs == 4 && kTerms == 1;
+constexpr int64_t kBlockDepth = kAhead ? 256 : 128;
+constexpr bool kReadInPlace = kGemmVecs == 4 && kTerms == 1;
 // Rows of scratch are one cache line longer than a power of two.
 template <class A>
 constexpr int64_t kPad = 64 / static_cast<int64_t>(sizeof(A));
@@ -127,8 +127,17 @@ void pack_rows(const Matrix& p, int64_t panel, int64_t k, int64_t depth, acc_t<T
   for (int64_t i = 0; i < words(depth); ++i) {
     const T* at[kTerms];
     for (int64_t t = 0; t < kTerms; ++t) at[t] = source_row<T>(p, k + i * kTerms + t);
-    for (int64_t v = 0; v < vectors; ++v)
-      store(row(v, i), load_rows<T>([&](int64_t t) { return at[t]; }, parts[v].column, parts[v].count));
+    const auto rows = [&](int64_t t) { return at[t]; };
+    if (p.groups == 1) {
+      for (int64_t v = 0; v < vectors; v += 2) {
+        Vec<A> both[2];
+        load_rows_twice<T>(rows, panel * width + v * W<A>, p.columns - panel * width - v * W<A>, both);
+        store(row(v, i), both[0]);
+        store(row(v + 1, i), both[1]);
+      }
+      continue;
+    }
+    for (int64_t v = 0; v < vectors; ++v) store(row(v, i), load_rows<T>(rows, parts[v].column, parts[v].count));
   }
 }
 
@@ -168,19 +177,24 @@ class Prefetcher {
  public:
   // Lines of `rows` rows of row_bytes; no rows: nothing to prefetch.
   Prefetcher(int64_t tiles, const void* base, int64_t stride, int64_t rows, int64_t row_bytes)
-      : base_(static_cast<const char*>(base)), stride_(stride), rows_(rows), lines_((row_bytes + 63) / 64) {
+      : base_(static_cast<const char*>(base)),
+        stride_(stride),
+        rows_(rows),
+        bytes_(row_bytes),
+        lines_((row_bytes + 126) / 64) {
     each_ = (rows_ * lines_ + tiles - 1) / tiles;
   }
   SK_INLINE void prefetch() {
     for (int64_t n = each_; n > 0 && row_ < rows_; --n) {
-      __builtin_prefetch(base_ + row_ * stride_ + line_ * 64, 0, 2);
+      const int64_t byte = line_ * 64 < bytes_ ? line_ * 64 : bytes_ - 1;  // rows begin anywhere in a line
+      __builtin_prefetch(base_ + row_ * stride_ + byte, 0, 2);
       if (++line_ == lines_) line_ = 0, ++row_;
     }
   }
 
  private:
   const char* base_;
-  int64_t stride_, rows_, lines_, each_, row_ = 0, line_ = 0;  // each_: at a tile
+  int64_t stride_, rows_, bytes_, lines_, each_, row_ = 0, line_ = 0;  // each_: at a tile
 };
 
 template <class A>
@@ -235,7 +249,14 @@ void stage(const Product& p, int64_t m0, int64_t rows, int64_t k0, int64_t depth
     const T* in = static_cast<const T*>(p.a) + m0 * p.a_row_stride + k0 * p.a_k_stride;
     for (int64_t k = 0; k < depth; k += kTerms, staged += kBlockRows) {
       const auto row = [&](int64_t i) { return k + i < depth ? in + (k + i) * p.a_k_stride : nullptr; };
-      for (int64_t m = 0; m < rows; m += W<A>) store(staged + m, load_rows<T>(row, m, rows - m));
+      int64_t m = 0;
+      for (; m + W<A> < rows; m += 2 * W<A>) {
+        Vec<A> both[2];
+        load_rows_twice<T>(row, m, rows - m, both);
+        store(staged + m, both[0]);
+        store(staged + m + W<A>, both[1]);
+      }
+      if (m < rows) store(staged + m, load_rows<T>(row, m, rows - m));
     }
     return;
   }
@@ -338,28 +359,37 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
       multiply_panels<A>(rows, columns, depth, a, row_stride, k_stride, b + k * kPanel<A>, panel_stride, c, ldc, k > 0,
                          before, after);
     };
-    const int64_t next = (k + kBlockDepth) * kTerms, left = p.depth - next;
+    // What is read next of A: the next slice, or the first one of the next item.
+    const bool last = k + kBlockDepth >= all;
+    const int64_t next = last ? 0 : (k + kBlockDepth) * kTerms, left = p.depth - next;
     const int64_t next_depth = left < kBlockDepth * kTerms ? left : kBlockDepth * kTerms;
-    if (left <= 0) {
-      product([&](int64_t m, int64_t n, int64_t tile_rows, int64_t width)
-                  SK_PREFETCHING { prefetch_tile(p, m0 + m, tile_rows, n0 + n, width); },
-              [&](int64_t m, int64_t n, int64_t tile_rows, int64_t width) {
-                write_back<A>(p, m0 + m, tile_rows, n0 + n, width, c + m * ldc + n, ldc);
-              });
-      continue;
-    }
+    const int64_t next_m0 = last ? (item + 1) / column_blocks * p.block_rows : m0, behind = p.rows - next_m0;
+    const int64_t next_rows = behind < p.block_rows ? behind : p.block_rows;
     const int64_t size = size_of(p.a_type), tiles = tile_count<A>(rows, columns);
-    const int64_t stride = (direct ? row_stride : by_rows ? p.a_row_stride : p.a_k_stride) * size;
-    const void* from = direct     ? static_cast<const void*>(direct + next)
-                       : p.a_rows ? nullptr  // scattered rows are not prefetched
-                                  : static_cast<const char*>(p.a) + (m0 * p.a_row_stride + next * p.a_k_stride) * size;
-    Prefetcher prefetcher(tiles, from, stride,
-                          !from     ? 0
-                          : by_rows ? rows
-                                    : next_depth,
-                          (by_rows ? next_depth : rows) * size);
-    product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { prefetcher.prefetch(); },
-            [](int64_t, int64_t, int64_t, int64_t) {});
+    const bool prefetches = !p.a_rows && next_rows > 0 && (!last || !direct);  // scattered rows are not prefetched
+    const int64_t row_stride_of_a = direct ? row_stride : p.a_row_stride;
+    Prefetcher prefetcher(tiles,
+                          !prefetches ? nullptr
+                          : direct
+                              ? static_cast<const char*>(static_cast<const void*>(direct)) + next * size
+                              : static_cast<const char*>(p.a) + (next_m0 * p.a_row_stride + next * p.a_k_stride) * size,
+                          (by_rows ? row_stride_of_a : p.a_k_stride) * size,
+                          !prefetches ? 0
+                          : by_rows   ? next_rows
+                                      : next_depth,
+                          (by_rows ? next_depth : next_rows) * size);
+    if (last)
+      product(
+          [&](int64_t m, int64_t n, int64_t tile_rows, int64_t width) SK_PREFETCHING {
+            prefetcher.prefetch();
+            prefetch_tile(p, m0 + m, tile_rows, n0 + n, width);
+          },
+          [&](int64_t m, int64_t n, int64_t tile_rows, int64_t width) {
+            write_back<A>(p, m0 + m, tile_rows, n0 + n, width, c + m * ldc + n, ldc);
+          });
+    else
+      product([&](int64_t, int64_t, int64_t, int64_t) SK_PREFETCHING { prefetcher.prefetch(); },
+              [](int64_t, int64_t, int64_t, int64_t) {});
   }
 }
 

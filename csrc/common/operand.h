@@ -93,6 +93,30 @@ SK_INLINE Vec<acc_t<T>> load_rows(const RowAt& row, int64_t column, int64_t n) {
 #endif
 }
 
+// The same for 2 W words.
+template <class T, class RowAt>
+SK_INLINE void load_rows_twice(const RowAt& row, int64_t column, int64_t n, Vec<acc_t<T>> (&to)[2]) {
+#if defined(SK_PAIRS)
+  if constexpr (std::is_same<T, BFloat16>::value) {
+    alignas(64) static constexpr uint16_t kIndex[2][32] = {
+        {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+         8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+         24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << (n > 0 ? n : 0)) - 1;
+    const auto bits = [&](const T* p) {
+      return p ? _mm512_maskz_loadu_epi16(mask, p + column) : _mm512_setzero_si512();
+    };
+    const __m512i first = bits(row(0)), second = bits(row(1));
+    for (int i = 0; i < 2; ++i)
+      to[i] = bit_cast<vf32>(_mm512_permutex2var_epi16(first, _mm512_load_si512(kIndex[i]), second));
+    return;
+  }
+#endif
+  to[0] = load_rows<T>(row, column, n);
+  to[1] = load_rows<T>(row, column + W<acc_t<T>>, n - W<acc_t<T>>);
+}
+
 // Zeros after the last number of an operand's row, up to the end of its last word or step: at most kOperandEnd.
 constexpr int64_t kOperandEnd = kTerms * kDepthStep;
 template <class N>

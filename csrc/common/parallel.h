@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "scratch.h"
 
@@ -75,7 +76,33 @@ void for_items(int64_t items, double work, int64_t scratch_bytes, const Body& bo
   for_items_on(one ? 1 : worker_count(items), items, scratch_bytes, body);
 }
 
-// The same for many small items: as many threads as all of the work is worth.
+// The same where an item prefetches what the next one reads: every worker takes the items of a run of its own, in
+// order, and then those that are left of the others' runs.
+template <class Body>
+void for_runs(int64_t items, double work, int64_t scratch_bytes, const Body& body) {
+  if (items <= 0) return;
+  const int64_t workers = worker_count(items);
+  if (workers == 1 || work / static_cast<double>(items) * static_cast<double>(workers) < kGrainWork)
+    return for_items_on(1, items, scratch_bytes, body);
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+  };
+  const Scratch scratch(scratch_bytes, workers);
+  const std::unique_ptr<Run[]> runs(new Run[static_cast<size_t>(workers)]);
+  const auto begin = [&](int64_t run) { return run * items / workers; };
+  for (int64_t run = 0; run < workers; ++run) runs[static_cast<size_t>(run)].next = begin(run);
+  parallel_workers(workers, [&](WorkQueue& queue, int64_t worker) {
+    for (int64_t own; queue.take(own);)
+      for (int64_t other = 0; other < workers; ++other) {
+        const int64_t run = (own + other) % workers;
+        std::atomic<int64_t>& next = runs[static_cast<size_t>(run)].next;
+        for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < begin(run + 1);)
+          body(item, scratch.piece(worker));
+      }
+  });
+}
+
+// for_items() for many small items: as many threads as all of the work is worth.
 template <class Body>
 void for_small_items(int64_t items, double work, int64_t scratch_bytes, const Body& body) {
   if (items > 0) for_items_on(work < 2 * kGrainWork ? 1 : worker_count(items), items, scratch_bytes, body);

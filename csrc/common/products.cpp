@@ -33,8 +33,8 @@ PackedMatrix pack(const ProductKernels& kernels, const Matrix& b) {
 
 void multiply(const ProductKernels& kernels, Product product) {
   const int64_t items = kernels.cut(product, torch::stable::get_num_threads());
-  for_items(items, product_of(product.rows, product.columns, product.depth), kernels.multiply_scratch(product.a_type),
-            [&](int64_t item, void* scratch) { kernels.multiply(product, item, scratch); });
+  for_runs(items, product_of(product.rows, product.columns, product.depth), kernels.multiply_scratch(product.a_type),
+           [&](int64_t item, void* scratch) { kernels.multiply(product, item, scratch); });
 }
 
 void multiply_few_rows(const ProductKernels& kernels, const FewRowsProduct& product) {

@@ -195,7 +195,36 @@ SK_INLINE vf32 rounded_as(vf32 v) {
   }
 }
 
-// The first n < W elements; the other lanes are zero.
+// The first n < W elements; the other lanes are zero. On AVX-512 by masks, elsewhere through memory.
+#if defined(__AVX512F__)
+SK_INLINE uint32_t lane_mask(int64_t n) { return n > 0 ? (1u << n) - 1 : 0; }
+SK_INLINE vf32 load_partial(const float* p, int64_t n) {
+  return bit_cast<vf32>(_mm512_maskz_loadu_ps(static_cast<__mmask16>(lane_mask(n)), p));
+}
+SK_INLINE vf64 load_partial(const double* p, int64_t n) {
+  return bit_cast<vf64>(_mm512_maskz_loadu_pd(static_cast<__mmask8>(lane_mask(n)), p));
+}
+template <class T>
+SK_INLINE vf32 load_partial(const T* p, int64_t n) {
+  T padded[W<float>];
+  const __m256i some = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(lane_mask(n)), p);
+  __builtin_memcpy(padded, &some, sizeof(some));
+  return load(padded);
+}
+SK_INLINE void store_partial(float* p, vf32 v, int64_t n) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lane_mask(n)), bit_cast<__m512>(v));
+}
+SK_INLINE void store_partial(double* p, vf64 v, int64_t n) {
+  _mm512_mask_storeu_pd(p, static_cast<__mmask8>(lane_mask(n)), bit_cast<__m512d>(v));
+}
+template <class T>
+SK_INLINE void store_partial(T* p, vf32 v, int64_t n) {
+  T padded[W<float>];
+  store(padded, v);
+  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>(lane_mask(n)),
+                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(padded)));
+}
+#else
 template <class T>
 SK_INLINE Vec<acc_t<T>> load_partial(const T* p, int64_t n) {
   T padded[W<acc_t<T>>] = {};
@@ -208,6 +237,7 @@ SK_INLINE void store_partial(T* p, Vec<acc_t<T>> v, int64_t n) {
   store(padded, v);
   for (int64_t i = 0; i < n; ++i) p[i] = padded[i];
 }
+#endif
 template <class T>
 SK_INLINE Vec<acc_t<T>> load_upto(const T* p, int64_t n) {
   return n >= W<acc_t<T>> ? load(p) : load_partial(p, n);
@@ -220,6 +250,12 @@ SK_INLINE void store_upto(T* p, Vec<acc_t<T>> v, int64_t n) {
 // Zeroes the lanes from n on.
 template <class A>
 SK_INLINE Vec<A> keep_first(Vec<A> v, int64_t n) {
+#if defined(__AVX512F__)
+  if (n >= W<A>) return v;
+  if constexpr (sizeof(A) == 4)
+    return bit_cast<Vec<A>>(_mm512_maskz_mov_ps(static_cast<__mmask16>(lane_mask(n)), bit_cast<__m512>(v)));
+  else return bit_cast<Vec<A>>(_mm512_maskz_mov_pd(static_cast<__mmask8>(lane_mask(n)), bit_cast<__m512d>(v)));
+#endif
   for (int i = 0; i < W<A>; ++i) v[i] = i < n ? v[i] : A(0);
   return v;
 }

@@ -35,12 +35,14 @@ void multiply(const Product& p, int64_t item, void* scratch) {
   multiply_tiles_item(p, item, static_cast<float*>(scratch));
 }
 #else
-// Smaller blocks where there are few of them, so that the threads end together (NOTES.md).
+// Smaller blocks where there are few of them, so that the threads end together (NOTES.md). Rows of a transposed A are
+// read by lines: not fewer than two.
 int64_t cut(Product& p, int64_t threads) {
   const auto blocks = [](int64_t size, int64_t block) { return (size + block - 1) / block; };
   const auto items = [&] { return blocks(p.rows, p.block_rows) * blocks(p.columns, p.block_columns); };
   p.block_rows = kBlockRows, p.block_columns = kBlockColumns;
-  while (p.block_rows > kBlockRows / 4 && items() < 32 * threads) p.block_rows /= 2;
+  const int64_t least = p.a_k_stride == 1 ? kBlockRows / 4 : kBlockRows / 2;
+  while (p.block_rows > least && items() < 32 * threads) p.block_rows /= 2;
   return items();
 }
 int64_t multiply_scratch(Dtype dtype) { SK_BY_ACC(dtype, (kStagedA + kBlockC<A>)*static_cast<int64_t>(sizeof(A))); }
