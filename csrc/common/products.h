@@ -146,6 +146,7 @@ struct ProductKernels {
   // few sets of the cache.
   int64_t (*row_stride)(Dtype dtype, int64_t columns);
 
+  int64_t (*panel_columns)(Dtype dtype);  // of one group
   int64_t (*packed_bytes)(const Matrix&);
   int64_t (*pack_items)(const Matrix&);
   void (*pack)(const Matrix&, void* packed, int64_t item);

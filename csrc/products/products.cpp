@@ -79,7 +79,7 @@ Tensor products_rows(const Tensor& a, const Tensor& packed, int64_t columns, int
   SK_CHECK(times >= 1, op, ": times must be at least 1, got ", times);
   const ProductKernels& kernels = product_kernels_for(dtype);
   check_packed(packed, kernels, dtype, a.size(1), columns, op);
-  const int64_t panels = kernels.pack_items({.dtype = dtype, .depth = 1, .columns = columns});
+  const int64_t width = kernels.panel_columns(dtype), panels = (columns + width - 1) / width;
   RowsProduct product{.rows = a.size(0),
                       .depth = a.size(1),
                       .a_type = dtype,

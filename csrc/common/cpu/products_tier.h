@@ -21,6 +21,7 @@ int64_t row_stride(Dtype dtype, int64_t columns) {
   SK_BY_ACC(dtype, padded_stride<A>(columns) + (kOperandEnd > kPad<A> ? kOperandEnd - kPad<A> : 0));
 }
 
+int64_t panel_columns_of(Dtype dtype) { SK_BY_ACC(dtype, kPanel<A>); }
 int64_t packed_bytes(const Matrix& b) {
   SK_BY_ACC(b.dtype, padded_words(b.depth) * panel_count<A>(b.columns, b.groups) * panel_width<A>(b.groups) *
                          static_cast<int64_t>(sizeof(A)));
@@ -77,6 +78,7 @@ void add_columns(const ColumnSums& p, int64_t begin, int64_t end) {
 constexpr ProductKernels kProductKernels = {
     .operand_type = operand_type,
     .row_stride = row_stride,
+    .panel_columns = panel_columns_of,
     .packed_bytes = packed_bytes,
     .pack_items = pack_items,
     .pack = pack,
