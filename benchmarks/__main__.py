@@ -2,7 +2,7 @@
 
 Further arguments go to pytest: `python -m benchmarks -k "layer_norm and float32" --device cpu`. Ctrl-C ends it after
 the case that runs, with the table of what was timed until then. `python -m benchmarks products` times the matrix
-products that the ops are made of, alone.
+products that the ops are made of, alone; `python -m benchmarks loops` counts the instructions of their inner loops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, products, report
+from benchmarks import harness, loops, products, report
 from benchmarks.progress import Progress, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["products"]:
         return products.main(arguments[1:])
+    if arguments[:1] == ["loops"]:
+        return loops.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,

@@ -1,11 +1,11 @@
 // Large products on the micro-kernel of gemm.h: C = A B + bias, with any element types that share an accumulator.
 //
-// B is packed once into panels, which the register tiles stream from L2: 24 multiply-adds need 4 vectors of B, well
-// under what L2 delivers. C is cut into blocks of up to kBlockRows x kBlockColumns, one work item each. A block's C
-// stays in scratch over the whole depth; a finished tile leaves for C while it is still in L1. A is taken in slices of
-// kBlockDepth. Where tiles are two vectors wide, a slice is copied so that the elements of a column, which a tile reads
-// together, are contiguous. Where they are four vectors wide, rows are read in place if possible: not if they are a
-// multiple of 4 KB apart, since they would collide in the cache.
+// B is packed once into panels, which the register tiles stream from L1 and L2. C is cut into blocks of up to
+// kBlockRows x kBlockColumns, one work item each. A block's C stays in scratch over the whole depth; a finished tile
+// leaves for C while it is still in L1. A is taken in slices of kBlockDepth. Its rows are read in place if they are the
+// words to multiply (32 registers), and not a multiple of 4 KB apart, where they would collide in the cache. Otherwise
+// a slice is copied so that the elements of a column, which a tile reads together, are contiguous; what the next slice
+// or the next item copies is prefetched meanwhile.
 //
 // An element of C is the sum of its slices in ascending k. It depends neither on the blocks, nor on the number of
 // threads, nor on the other rows.
@@ -366,7 +366,8 @@ void multiply_item(const Product& p, int64_t item, A* scratch) {
     const int64_t next_m0 = last ? (item + 1) / column_blocks * p.block_rows : m0, behind = p.rows - next_m0;
     const int64_t next_rows = behind < p.block_rows ? behind : p.block_rows;
     const int64_t size = size_of(p.a_type), tiles = tile_count<A>(rows, columns);
-    const bool prefetches = !p.a_rows && next_rows > 0 && (!last || !direct);  // scattered rows are not prefetched
+    // Scattered rows are not prefetched.
+    const bool prefetches = direct ? !last : !p.a_rows && next_rows > 0;
     const int64_t row_stride_of_a = direct ? row_stride : p.a_row_stride;
     Prefetcher prefetcher(tiles,
                           !prefetches ? nullptr

@@ -52,7 +52,7 @@ constexpr int kTileRows = whole_tile(NV);
 template <int NV>
 constexpr int kTilePanels = NV >= 8 ? 1 : 8 / NV;
 
-// ahead: see gemm_tile(); AVX2 is slower with it.
+// ahead: see gemm_tile().
 template <class A, int NV, int R = kTileRows<NV>>
 __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                                          int64_t ldc, bool accumulate, const A* ahead) {
@@ -67,7 +67,7 @@ int64_t panel_group(int64_t rows) {
   return rows == 1 ? kTilePanels<NV> : rows == 2 && kTilePanels<NV> > 1 ? kTilePanels<NV> / 2 : 1;
 }
 
-// C = A B for `panels` panels of B, at most panel_group(rows), each over the whole depth, one after the other. C's
+// C = A B for `panels` panels of B, each over the whole depth, one after the other, or a panel_group(rows) at once. C's
 // panels are c_panel apart, its rows ldc. next: what is read after these panels. before(row_begin, row_end) is called
 // before the first tile of these rows.
 template <class A, int NV, class Before>

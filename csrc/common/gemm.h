@@ -8,12 +8,14 @@
 // A long sum is taken in slices of 32 or 64 terms, each summed alone and then added to C, for less error than one chain
 // over 128 terms.
 //
-// Register tile: MR x NR vectors of a slice's sums stay in registers over its terms.
-//   AVX-512   6 x 2, and as many registers again for the sums of all slices: C is read and written once
+// Register tile: the sums of MR x NR vectors of C stay in registers over a slice.
+//   AVX-512   6 x 2 where B is packed, with as many registers again for the sums of all slices: C is read and written
+//             once. 6 x 4 and slices of 32 where B is not: more rows of B in a cache line, and fewer visits to C
 //   NEON      6 x 4, slices of 32 terms: 24 sums hide the latency of the addition to C
 //   AVX2      6 x 2, slices of 64 terms, for speed. The first two terms of a slice are taken row by row, and need no
 //             zeros to add to: that shortens the stall after the burst of twelve stores
-// Matrix tiles (AMX) read panels four vectors wide. Measurements: NOTES.md.
+// Matrix tiles (AMX) read panels four vectors wide. Measurements: NOTES.md; `python -m benchmarks loops` counts what
+// the compiler makes of the inner loops.
 #pragma once
 
 #include "operand.h"
@@ -38,7 +40,8 @@ constexpr int kPanelVecs = kGemmVecs;
 template <int MR, int NR>
 constexpr bool kSumsInRegisters = false;
 #endif
-constexpr bool kAhead = kPanelVecs < kGemmVecs;  // whether packed panels are prefetched
+// Whether the next packed panel is brought to L2 meanwhile, a line with each term (AVX2 is slower with it).
+constexpr bool kAhead = kPanelVecs < kGemmVecs;
 constexpr int64_t kGemmSlice = kGemmVecs == 4 ? 32 : 64;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements then take one register, or six.

@@ -76,6 +76,7 @@ Tensor products_rows(const Tensor& a, const Tensor& packed, int64_t columns, int
   const Dtype dtype = dtype_of(a, op, "a");
   check_left(a, op);
   SK_CHECK(a.stride(1) == 1, op, ": a must have contiguous rows");
+  SK_CHECK(a.size(1) >= 1, op, ": a must have at least 1 column");
   SK_CHECK(times >= 1, op, ": times must be at least 1, got ", times);
   const ProductKernels& kernels = product_kernels_for(dtype);
   check_packed(packed, kernels, dtype, a.size(1), columns, op);
@@ -103,6 +104,7 @@ Tensor products_few_rows(const Tensor& a, const Tensor& b) {
   check_left(a, op);
   check_size(a, 1, matrix.depth, op, "a");
   SK_CHECK(a.stride(1) == 1, op, ": a must have contiguous rows");
+  SK_CHECK(a.size(1) >= 1, op, ": a must have at least 1 column");
   SK_CHECK(a.size(0) <= kFewRows, op, ": a must have at most ", kFewRows, " rows, got ", a.size(0));
   const ProductKernels& kernels = product_kernels_for(matrix.dtype);
   check_type(a, kernels.operand_type(matrix.dtype) == Dtype::bf16 ? b.scalar_type() : acc_type(matrix.dtype), op, "a");

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import products
+from benchmarks import loops, products
 from seqkern import _library
 from seqkern.testing import compare, poison
 
@@ -136,3 +138,39 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *shape: torch.full(shape, float("nan")))
     with pytest.raises(AssertionError, match="wrong result"):
         products.calls(products.Product("a test", 5, 40, 30, "packed"), torch.float32)
+
+
+LISTING = """
+    10:\tvxorps %xmm0,%xmm0,%xmm0
+    14:\txor    %eax,%eax
+    18:\tvmovups (%rdx),%zmm1
+    1e:\tprefetcht1 (%rsi)
+    22:\tvfmadd231ps 0x8(%rsp),%zmm1,%zmm2
+    2a:\tvfmadd231ps %zmm3,%zmm1,%zmm4
+    30:\tvmovaps %zmm4,0x48(%rsp)
+    38:\tadd    $0x40,%rdx
+    3c:\tcmp    %rax,%rdx
+    40:\tjne    18 <f+0x8>
+    44:\tcmp    %rcx,%rax
+    48:\tjl     14 <f+0x4>
+    4c:\tret
+"""
+
+
+def test_what_a_loop_counts():
+    (loop,) = loops.innermost_loops(LISTING.splitlines())
+    assert loop == loops.Loop(products=2, loads=2, stores=1, prefetches=1, others=3, on_stack=2)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="counts x86 instructions")
+def test_inner_loops_keep_their_sums_in_registers(capsys, monkeypatch):
+    """A tile of whole rows takes the products and loads that it must, and nothing of it lies on the stack."""
+    found = [tile for tile in loops.tiles(loops.library()) if tile.rows * tile.vectors >= 10]
+    assert {tile.tier for tile in found} >= {"avx2", "avx512"}
+    for tile in found:
+        loop = tile.loop
+        counted = (loop.products, loop.loads, loop.stores, loop.on_stack)
+        assert counted == (*tile.ideal, 0), loops.report(tile)
+    monkeypatch.setattr(loops, "tiles", lambda path: found)
+    assert loops.main([]) == 0
+    assert loops.report(found[0]) in capsys.readouterr().out

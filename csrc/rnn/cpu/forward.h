@@ -564,8 +564,8 @@ template <class A>
 int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
   const int64_t packed = packs_on_the_fly(l) ? unpacked_scratch<A>(rows, l.width, group_size<A>()) : 0;
   const int64_t products = (kDepthStep > 1 ? 2 : 1) * rows * group_size<A>() + packed;
-  const int64_t most = std::max(products, input_scratch<A>(l.inputs));
-  return row_table_size<ForwardRow<A>, A>(rows) + most;
+  const int64_t inputs = input_scratch<A>(l.inputs);
+  return row_table_size<ForwardRow<A>, A>(rows) + (products > inputs ? products : inputs);
 }
 
 }  // namespace

@@ -8,11 +8,16 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
-// Bytes of panels whose weights stay in L2 over all tokens; tokens whose operands do.
-constexpr int64_t kInputBytes = 512 << 10, kInputRows = 96;
+// Bytes of panels whose weights stay in L2 over all tokens; tokens whose operands do, and bytes of those.
+constexpr int64_t kInputBytes = 512 << 10, kInputRows = 96, kStagedBytes = 512 << 10;
+template <class A>
+int64_t input_rows(int64_t inputs) {
+  const int64_t rows = kStagedBytes / (operand_stride<A>(inputs) * static_cast<int64_t>(sizeof(A)));
+  return rows > kInputRows ? kInputRows : rows > kGemmRows ? rows : kGemmRows;
+}
 template <class A>
 int64_t input_scratch(int64_t inputs) {
-  return kInputRows * operand_stride<A>(inputs);
+  return input_rows<A>(inputs) * operand_stride<A>(inputs);
 }
 
 // Where rows of x can be read as an operand: the address of the first one, and the row stride in words; else null. Not
@@ -39,30 +44,35 @@ void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, co
   const int64_t depth = words(inputs), size = depth * NV * W<A>;
   const int64_t most = kInputBytes / (size * static_cast<int64_t>(sizeof(A))), group = most < 1 ? 1 : most;
   alignas(64) A bias[NV * W<A>];
+  const int64_t block = input_rows<A>(inputs);
   const T* x[kInputRows];  // of a block of tokens, and then of the next one
   const auto take = [&](int64_t token) {
-    const int64_t rows = tokens - token < kInputRows ? tokens - token : kInputRows;
+    const int64_t rows = tokens - token < block ? tokens - token : block;
     for (int64_t r = 0; r < rows; ++r) x[r] = reinterpret_cast<const T*>(next());
     return rows;
   };
   for (int64_t first = panel_begin; first < panel_end; first += group) {
     const int64_t past = panel_end - first < group ? panel_end : first + group;
     begin();
-    for (int64_t token = 0, rows = take(0), coming; token < tokens; token += kInputRows, rows = coming) {
+    for (int64_t token = 0, rows = take(0), coming; token < tokens; token += block, rows = coming) {
       int64_t stride = operand_stride<A>(inputs), prefetched = 0;
       const A* a = operand_in_place<A>(x, rows, inputs, stride);
       if (!a) {
         for (int64_t r = 0; r < rows; ++r) as_operand_row(x[r], inputs, staged + r * stride);
         a = staged;
       }
-      coming = token + kInputRows < tokens ? take(token + kInputRows) : 0;
+      coming = token + block < tokens ? take(token + block) : 0;
       for (int64_t q = first; q < past; ++q) {
         for (; prefetched < coming * (q + 1 - first) / (past - first); ++prefetched)
           for (int64_t k = 0; k < inputs; k += 64 / static_cast<int64_t>(sizeof(T)))
             __builtin_prefetch(x[prefetched] + k, 0, 2);
         A* to = zx + q * panel_stride + token * NV * W<A>;
-        panel_products<A, TV>(rows, NV / TV, depth, a, stride, packed + q * size, to, NV * W<A>, TV * W<A>,
-                              packed + (q + 1 < past ? q + 1 : first) * size, [](int64_t, int64_t) {});
+        const A* after = packed + (q + 1 < past ? q + 1 : first) * size;
+        for (int64_t part = 0; part < NV / TV; ++part) {  // one by one: the order of sums is that of large products
+          const A* weights = packed + q * size + part * depth * TV * W<A>;
+          panel_products<A, TV>(rows, 1, depth, a, stride, weights, to + part * TV * W<A>, NV * W<A>, TV * W<A>,
+                                part + 1 < NV / TV ? weights + depth * TV * W<A> : after, [](int64_t, int64_t) {});
+        }
         if (!has_bias) continue;
         bias_of(q, bias);
         for (int64_t r = 0; r < rows; ++r)
