@@ -1,8 +1,9 @@
 // LSTM, GRU and RNN on CPU, forward and backward through time. Compiled once per instruction-set tier. The equations
 // are in cell.h, the loops over the steps in forward.h and backward.h.
 //
-// The host works in chunks of steps. Forward: first the products with W_ih for all steps of the chunk, each worker for its
-// own hidden units (input_panels.h, input_tiles.h) or, with a norm, a projection or too few units, beforehand (blocked_gemm.h),
+// The host works in chunks of steps. Forward: first the products with W_ih for all steps of the chunk, each worker for
+// its own hidden units (input_panels.h, input_tiles.h), or with a norm, a projection or too few units for all threads
+// beforehand (blocked_gemm.h);
 // then the loop. Backward: first the loop, then the products for dx and dW. So a chunk's gates are still in cache when
 // the next pass reads them, and backward stores the gates' gradients of one chunk only, not of the whole sequence.
 //
