@@ -99,6 +99,13 @@ def test_error_rule(cell, shape, dtype, isa, passes):
     passes(check_case(rnn_case(cell, *shape), dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inputs", [1024, 2999, 3000])
+def test_wide_inputs(inputs, dtype, isa, passes):
+    """Several blocks of tokens: rows a multiple of 4 KB apart, and an odd width, are copied; others read in place."""
+    passes(check_case(rnn_case("lstm", 5, 40, inputs, 17), dtype))
+
+
 # Biases keep relu from its bend, where 16 bits decide otherwise than the oracle.
 @pytest.mark.parametrize(
     ("cell", "bias", "dtype"),
