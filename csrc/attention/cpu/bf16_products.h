@@ -129,12 +129,14 @@ class TileConfiguration {
 template <int R, int N, int STRIDE>
 SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles& b, float* c, int64_t ldc,
                          int64_t c_tile, bool accumulate) {
+  // C is wanted last, and by then it has come from L3.
+  for (int r = 0; accumulate && r < R; ++r)
+    for (int n = 0; n < N; ++n) __builtin_prefetch(c + r * ldc + n * c_tile, 1);
   __m512 sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n)
-      sum[r][n] = accumulate ? _mm512_loadu_ps(c + r * ldc + n * c_tile) : _mm512_setzero_ps();
+    for (int n = 0; n < N; ++n) sum[r][n] = _mm512_setzero_ps();
   const char *left = static_cast<const char*>(a.data) + row * STRIDE, *right = static_cast<const char*>(b.data);
   for (int64_t k = 0; k < steps; ++k, left += a.depth, right += b.depth) {
     for (int64_t i = 0; i < 16; ++i) {
@@ -154,7 +156,10 @@ SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) _mm512_storeu_ps(c + r * ldc + n * c_tile, sum[r][n]);
+    for (int n = 0; n < N; ++n) {
+      float* at = c + r * ldc + n * c_tile;
+      _mm512_storeu_ps(at, accumulate ? _mm512_add_ps(_mm512_loadu_ps(at), sum[r][n]) : sum[r][n]);
+    }
 }
 
 // N column tiles for all rows: R rows at a time, the rest one by one.
