@@ -9,10 +9,9 @@
 //
 // The operands of a tile of 256 queries and 128 keys stay in L2. The scores never leave L1: S, dP and everything that
 // follows are done for 32 keys and 64 queries at a time. Without options on the scores, one pass does exp2, the
-// gradient, and the rounding to both layouts.
+// gradient, and the rounding to both layouts; by dot products, it reads dP from the registers that summed it.
 //
 // Block sizes are by measurement (NOTES.md).
-// queries and of 64 keys (5% faster for a causal mask over 256 keys, up to 10% slower at 128 columns over 4096).
 #define SK_BLOCK_Q 256
 #define SK_BLOCK_K 128
 #include "bf16.h"
@@ -229,19 +228,32 @@ void bias_gradients(const AttentionShape& s, const Geometry& g, const Part& part
   hide(g, part, 0.0f, at.grad_scores, stride);
 }
 
-// Rounds P and dS of a part to bfloat16, two keys and 16 queries at a time; of(q)(k, P, dS) computes them. The products
-// include padding and queries that see no key: there both become 0, whatever the scores are.
-template <class Of>
-SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) {
+// Stores P and dS of keys k and k + 1 and 16 queries, rounded to bfloat16.
+SK_INLINE void store_rounded(const TileScratch& t, int64_t k, int64_t q, const __m512 (&p)[2], const __m512 (&ds)[2]) {
   typedef short shorts __attribute__((vector_size(64)));
   const __m512i interleave = bit_cast<__m512i>(constant_lanes<shorts, 32>([](int i) { return i / 2 + (i % 2) * 16; }));
-  const auto halves = [](BFloat16* to, __m512i pair) {
+  const auto halves = [](BFloat16* to, __m512i pair) SK_INLINED {
     _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(pair));
     _mm256_store_si256(reinterpret_cast<__m256i*>(to + kBlockQ), _mm512_extracti64x4_epi64(pair, 1));
   };
+  halves(t.p + k * kBlockQ + q, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(p[1], p[0])));
+  const __m512i pair = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(ds[1], ds[0]));
+  halves(t.ds + k * kBlockQ + q, pair);
+  _mm512_store_si512(t.pairs(k, q), _mm512_permutexvar_epi16(interleave, pair));
+}
+
+// The queries from q on that see any key. The products include padding and queries that see none: there P and dS become
+// 0, whatever the scores are.
+SK_INLINE __mmask16 seeing(const TileScratch& t, int64_t q) {
+  return _mm512_cmp_ps_mask(_mm512_load_ps(t.lse + q), _mm512_set1_ps(kInfinity<float>), _CMP_NEQ_UQ);
+}
+
+// Rounds P and dS of a part, two keys and 16 queries at a time; of(q)(k, P, dS) computes them.
+template <class Of>
+SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) {
   for (int64_t q = part.first; q < part.last; q += 16) {
     const auto body = of(q);
-    const __mmask16 sees = _mm512_cmp_ps_mask(_mm512_load_ps(t.lse + q), _mm512_set1_ps(kInfinity<float>), _CMP_NEQ_UQ);
+    const __mmask16 sees = seeing(t, q);
     const auto entries = [&](int64_t k, __m512& p, __m512& ds) {
       body(k, p, ds);
       p = _mm512_maskz_mov_ps(sees, p);
@@ -251,13 +263,84 @@ SK_INLINE void round_part(const Part& part, const TileScratch& t, const Of& of) 
       __m512 p[2] = {}, ds[2] = {};
       entries(k, p[0], ds[0]);
       if (k + 1 < part.end) entries(k + 1, p[1], ds[1]);
-      halves(t.p + k * kBlockQ + q, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(p[1], p[0])));
-      const __m512i pair = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(ds[1], ds[0]));
-      halves(t.ds + k * kBlockQ + q, pair);
-      _mm512_store_si512(t.pairs(k, q), _mm512_permutexvar_epi16(interleave, pair));
+      store_rounded(t, k, q, p, ds);
     }
   }
 }
+
+// P and dS of 16 unscaled scores and their gradients, where no option changes scores.
+struct PlainScores {
+  __m512 scale, log2e;
+  SK_INLINE explicit PlainScores(const AttentionShape& s)
+      : scale(_mm512_set1_ps(static_cast<float>(s.scale))), log2e(_mm512_set1_ps(kLog2e)) {}
+  SK_INLINE void operator()(__m512 score, __m512 grad, __m512 lse, __m512 delta, __m512& p, __m512& ds) const {
+    // The score is rounded before lse is subtracted, as it was when lse was made: large numbers cancel exactly. NaN
+    // stays.
+    const __m512 x = _mm512_sub_ps(rounded(_mm512_mul_ps(score, scale)), lse);
+    p = exp2_bf16(_mm512_mul_ps(_mm512_min_ps(_mm512_setzero_ps(), x), log2e));
+    ds = _mm512_mul_ps(p, _mm512_sub_ps(grad, delta));
+  }
+};
+
+#if !defined(__AMX_BF16__)
+// Both products of R keys by N tiles of queries, and P and dS of them: scores leave the registers once, their gradients
+// never. Keys from part.end on and entries outside the band become 0.
+template <int R, int N, bool CROSSED>
+SK_INLINE void plain_block(const PackedKeys& packed, const Geometry& g, const Part& part, const TileScratch& t,
+                           const PlainScores& plain, int64_t k, int64_t q) {
+  alignas(64) float scores[R][N][16];
+  __m512 sum[R][N];
+  dot_sums<R, N, 64>(t.key_depth, packed.key_rows(g.k0 + k), k % 16,
+                     Tiles{t.query, t.key_depth * kTileBytes, kTileBytes}.at(q / 16, 0), sum);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) _mm512_store_ps(scores[r][n], sum[r][n]);
+  dot_sums<R, N, 64>(t.value_depth, packed.value_rows(g.k0 + k), k % 16,
+                     Tiles{t.grad_out, t.value_depth * kTileBytes, kTileBytes}.at(q / 16, 0), sum);
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    const int64_t column = q + n * 16;
+    const __m512 lse = _mm512_load_ps(t.lse + column), delta = _mm512_load_ps(t.delta_lse + column);
+    const __mmask16 sees = seeing(t, column);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r += 2) {
+      __m512 p[2], ds[2];
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        __mmask16 seen = sees;
+        if constexpr (CROSSED) {
+          const int64_t key = k + r + i;
+          if (key >= part.end) seen = 0;
+          seen &= static_cast<__mmask16>(~first_lanes(key - g.high - column) & first_lanes(key - g.low + 1 - column));
+        }
+        plain(_mm512_load_ps(scores[r + i][n]), sum[r + i][n], lse, delta, p[i], ds[i]);
+        p[i] = _mm512_maskz_mov_ps(seen, p[i]);
+        ds[i] = _mm512_maskz_mov_ps(seen, ds[i]);
+      }
+      store_rounded(t, k + r, column, p, ds);
+    }
+  }
+}
+
+// P and dS of a part, of any size, without options. Register tiles of at least 8 sums.
+template <bool CROSSED>
+__attribute__((noinline)) void plain_part(const AttentionBackward& p, const Geometry& g, const Part& part,
+                                          const TileScratch& t) {
+  const PackedKeys packed(p.shape, p.sequence.keys, p.packed);
+  const PlainScores plain(p.shape);
+  int64_t q = part.first;
+  const auto columns = [&](auto rows, auto tiles_of_queries) SK_INLINED {
+    constexpr int R = rows.count, N = tiles_of_queries.count;
+    for (int64_t k = part.begin; k < part.end; k += R) plain_block<R, N, CROSSED>(packed, g, part, t, plain, k, q);
+    q += N * 16;
+  };
+  while (part.last - q >= 64) columns(Vectors<4>{}, Vectors<4>{});
+  if (part.last - q == 48) columns(Vectors<4>{}, Vectors<3>{});
+  else if (part.last - q == 32) columns(Vectors<8>{}, Vectors<2>{});
+  else if (part.last - q == 16) columns(Vectors<8>{}, Vectors<1>{});
+}
+#endif
 
 // As `hide`, by a boolean mask.
 void hide_masked(const Lanes<float>& lanes, int64_t k0, const Part& part, float* scores, float* grad_scores) {
@@ -312,58 +395,63 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
   // With a scale that is not positive, the -inf of hidden entries would change.
   const bool few = s.softcap == 0 && !s.alibi && !s.dropout.active && static_cast<float>(s.scale) > 1e-30f;
   const bool boolean = s.mask == MaskType::boolean && t.lanes->cells;
-  const __m512 scale = _mm512_set1_ps(static_cast<float>(s.scale)), log2e = _mm512_set1_ps(kLog2e);
+  const PlainScores plain(s);
   static constexpr int64_t stride = PartScores::stride;
   zero_hidden(g, t);
-  for_pieces(g, [&](const Part& part) {
-    const PartScores at(t, part);
-    const MaskCell cell = s.mask == MaskType::none
-                              ? MaskCell::seen
-                              : cells_of(*t.lanes, g.k0, part.begin, part.end, part.first, min(part.last, g.queries));
-    if (cell == MaskCell::hidden) {  // a gradient of the mask is 0 there already
-      round_part(part, t, [](int64_t) {
-        return [](int64_t, __m512& probability, __m512& ds) { probability = ds = _mm512_setzero_ps(); };
-      });
-      return;
-    }
-    score_products(p, g, part, t);
-    if (few && (boolean || (cell == MaskCell::seen && !p.grad_mask.data && !p.mask_sum.data))) {
-      hide(g, part, -kInfinity<float>, at.scores, stride);
-      hide(g, part, 0.0f, at.grad_scores, stride);
-      if (cell != MaskCell::seen) hide_masked(*t.lanes, g.k0, part, at.scores, at.grad_scores);
+#if !defined(__AMX_BF16__)
+  if (few && s.mask == MaskType::none && !p.grad_mask.data && !p.mask_sum.data) {
+    for_key_strips(g, [&](const Part& part) {
+      if (g.crossed || part.end % 8 != 0) plain_part<true>(p, g, part, t);
+      else plain_part<false>(p, g, part, t);
+    });
+  } else
+#endif
+    for_pieces(g, [&](const Part& part) {
+      const PartScores at(t, part);
+      const MaskCell cell = s.mask == MaskType::none
+                                ? MaskCell::seen
+                                : cells_of(*t.lanes, g.k0, part.begin, part.end, part.first, min(part.last, g.queries));
+      if (cell == MaskCell::hidden) {  // a gradient of the mask is 0 there already
+        round_part(part, t, [](int64_t) {
+          return [](int64_t, __m512& probability, __m512& ds) { probability = ds = _mm512_setzero_ps(); };
+        });
+        return;
+      }
+      score_products(p, g, part, t);
+      if (few && (boolean || (cell == MaskCell::seen && !p.grad_mask.data && !p.mask_sum.data))) {
+        hide(g, part, -kInfinity<float>, at.scores, stride);
+        hide(g, part, 0.0f, at.grad_scores, stride);
+        if (cell != MaskCell::seen) hide_masked(*t.lanes, g.k0, part, at.scores, at.grad_scores);
+        round_part(part, t, [&](int64_t q) {
+          return [&plain, scores = at.scores + q, grad_scores = at.grad_scores + q, lse = _mm512_load_ps(t.lse + q),
+                  delta = _mm512_load_ps(t.delta_lse + q)](int64_t k, __m512& probability, __m512& ds) {
+            plain(_mm512_load_ps(scores + k * stride), _mm512_load_ps(grad_scores + k * stride), lse, delta,
+                  probability, ds);
+          };
+        });
+        return;
+      }
+      bias_gradients(s, g, part, t);
+      if (p.distance) add_distances(*t.lanes, g.k0, part, at.grad_scores, stride, t.distance);
+      if (p.grad_mask.data) {
+        char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
+        write_to_mask(s.mask, part, g.queries, at.grad_scores, stride, corner, p.grad_mask.stride);
+      }
+      if (p.mask_sum.data) {
+        float* sum = static_cast<float*>(p.mask_sum.data) + g.k0;
+        add_to_mask(part, g.queries, at.grad_scores, stride, sum, p.mask_sum.stride);
+      }
+      if (s.softcap != 0) {
+        multiply(part, at.derivative, at.grad_scores, stride);
+        hide(g, part, 0.0f, at.grad_scores, stride);  // again: the derivative of a hidden entry may be NaN
+      }
       round_part(part, t, [&](int64_t q) {
-        return [scores = at.scores + q, grad_scores = at.grad_scores + q, lse = _mm512_load_ps(t.lse + q),
-                delta = _mm512_load_ps(t.delta_lse + q), scale, log2e](int64_t k, __m512& probability, __m512& ds) {
-          // The score is rounded before lse is subtracted, as it was when lse was made: large numbers cancel exactly.
-          // NaN stays.
-          const __m512 x = _mm512_sub_ps(rounded(_mm512_mul_ps(_mm512_load_ps(scores + k * stride), scale)), lse);
-          probability = exp2_bf16(_mm512_mul_ps(_mm512_min_ps(_mm512_setzero_ps(), x), log2e));
-          ds = _mm512_mul_ps(probability, _mm512_sub_ps(_mm512_load_ps(grad_scores + k * stride), delta));
+        return [scores = at.scores + q, grad_scores = at.grad_scores + q](int64_t k, __m512& probability, __m512& ds) {
+          probability = _mm512_load_ps(scores + k * stride);
+          ds = _mm512_load_ps(grad_scores + k * stride);
         };
       });
-      return;
-    }
-    bias_gradients(s, g, part, t);
-    if (p.distance) add_distances(*t.lanes, g.k0, part, at.grad_scores, stride, t.distance);
-    if (p.grad_mask.data) {
-      char* corner = static_cast<char*>(p.grad_mask.data) + (g.q0 * p.grad_mask.stride + g.k0) * mask_size(s.mask);
-      write_to_mask(s.mask, part, g.queries, at.grad_scores, stride, corner, p.grad_mask.stride);
-    }
-    if (p.mask_sum.data) {
-      float* sum = static_cast<float*>(p.mask_sum.data) + g.k0;
-      add_to_mask(part, g.queries, at.grad_scores, stride, sum, p.mask_sum.stride);
-    }
-    if (s.softcap != 0) {
-      multiply(part, at.derivative, at.grad_scores, stride);
-      hide(g, part, 0.0f, at.grad_scores, stride);  // again: the derivative of a hidden entry may be NaN
-    }
-    round_part(part, t, [&](int64_t q) {
-      return [scores = at.scores + q, grad_scores = at.grad_scores + q](int64_t k, __m512& probability, __m512& ds) {
-        probability = _mm512_load_ps(scores + k * stride);
-        ds = _mm512_load_ps(grad_scores + k * stride);
-      };
     });
-  });
   // dQ^T[d, q] += sum_k K[k, d] dS[k, q]
   const PackedKeys packed(s, p.sequence.keys, p.packed);
   const Tiles key_t = packed.key_transposed(g.k0);

@@ -124,15 +124,10 @@ class TileConfiguration {
   TileConfiguration() {}
 };
 
-// C (+)= A B for R rows, from row `row` of A's first tile on, and N column tiles; C's are `c_tile` apart. A's stride
-// STRIDE is known to the compiler: the addresses of R rows are then one register and constants.
+// sum = A B for R rows, from row `row` of A's first tile on, and N column tiles. A's stride STRIDE is known to the
+// compiler: the addresses of R rows are then one register and constants.
 template <int R, int N, int STRIDE>
-SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles& b, float* c, int64_t ldc,
-                         int64_t c_tile, bool accumulate) {
-  // C is wanted last, and by then it has come from L3.
-  for (int r = 0; accumulate && r < R; ++r)
-    for (int n = 0; n < N; ++n) __builtin_prefetch(c + r * ldc + n * c_tile, 1);
-  __m512 sum[R][N];
+SK_INLINE void dot_sums(int64_t steps, const Tiles& a, int64_t row, const Tiles& b, __m512 (&sum)[R][N]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -153,6 +148,17 @@ SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles
       }
     }
   }
+}
+
+// C (+)= A B for the same; C's tiles are `c_tile` apart.
+template <int R, int N, int STRIDE>
+SK_INLINE void dot_block(int64_t steps, const Tiles& a, int64_t row, const Tiles& b, float* c, int64_t ldc,
+                         int64_t c_tile, bool accumulate) {
+  // C is wanted last, and by then it has come from L3.
+  for (int r = 0; accumulate && r < R; ++r)
+    for (int n = 0; n < N; ++n) __builtin_prefetch(c + r * ldc + n * c_tile, 1);
+  __m512 sum[R][N];
+  dot_sums<R, N, STRIDE>(steps, a, row, b, sum);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
