@@ -379,9 +379,10 @@ void zero_hidden(const Geometry& g, const TileScratch& t) {
     }
     // The range of queries that see the rows moves to the right from tile to tile: the part to its left was never
     // written.
-    for (int64_t row = k; part.first % 32 != 0 && row < part.end; ++row) {
-      __builtin_memset(t.p + row * kBlockQ + part.first - 16, 0, 32);
-      __builtin_memset(t.ds + row * kBlockQ + part.first - 16, 0, 32);
+    const int64_t taken = strip<32>(g, k / 32 * 32).first / 32 * 32;
+    for (int64_t row = k; taken < part.first && row < part.end; ++row) {
+      __builtin_memset(t.p + row * kBlockQ + taken, 0, (part.first - taken) * 2);
+      __builtin_memset(t.ds + row * kBlockQ + taken, 0, (part.first - taken) * 2);
     }
   }
 }
@@ -460,10 +461,10 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
     multiply(t.key_columns, g.lanes / 16, tiles(g.keys, 32), key_t, pairs, t.grad_query_t, kLaneStride, true);
     return true;
   }
-  for_query_strips(g, [&](int64_t begin, int64_t, int64_t first, int64_t last) {
+  for_query_strips<32>(g, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
     const int64_t step = first / 32;
     if (first < last)
-      multiply(t.key_columns, 1, tiles(last, 32) - step, key_t.at(0, step), pairs.at(begin / 16, step),
+      multiply(t.key_columns, tiles(end - begin, 16), tiles(last, 32) - step, key_t.at(0, step), pairs.at(begin / 16, step),
                t.grad_query_t + begin, kLaneStride, true);
   });
   return true;
@@ -490,7 +491,7 @@ void backward_keys(const AttentionBackward& p, int64_t query_block, int64_t key_
     const TileConfiguration configuration;
     const Tiles grad_out{t.grad_out_pairs, kTileBytes, t.value_columns * kTileBytes};
     const Tiles query{t.query_pairs, kTileBytes, t.key_columns * kTileBytes};
-    for_key_strips(g, [&](const Part& part) {
+    for_key_strips<32>(g, [&](const Part& part) {
       const int64_t step = part.first / 32, steps = tiles(part.last, 32) - step, rows = part.end - part.begin;
       multiply_rows(rows, t.value_columns, steps, t.rows(t.p, part.begin).at(0, step), grad_out.at(0, step),
                     value_sum + part.begin * value_stride, value_stride, accumulate);

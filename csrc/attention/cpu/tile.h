@@ -124,34 +124,35 @@ struct Part {
 
 // The strip of a crossed tile that begins at key k, as wide as the queries that see any of its keys; first >= last if
 // none does.
+template <int64_t ROWS = kStrip>
 SK_INLINE Part strip(const Geometry& g, int64_t k) {
-  const int64_t end = min(k + kStrip, g.keys);
+  const int64_t end = min(k + ROWS, g.keys);
   return {k, end, max(0, k - g.high) / kStrip * kStrip,
           clamp((end - g.low + kStrip - 1) / kStrip * kStrip, 0, g.lanes)};
 }
 
 // Calls body(part) for the whole tile, or for its strips of keys if the band's edge crosses it.
-template <class Body>
+template <int64_t ROWS = kStrip, class Body>
 SK_INLINE void for_key_strips(const Geometry& g, const Body& body) {
   if (!g.crossed) {
     body(Part{0, g.keys, 0, g.lanes});
     return;
   }
-  for (int64_t k = g.begin; k < g.keys; k += kStrip) {
-    const Part part = strip(g, k);
+  for (int64_t k = g.begin / ROWS * ROWS; k < g.keys; k += ROWS) {
+    const Part part = strip<ROWS>(g, k);
     if (part.first < part.last) body(part);
   }
 }
 
 // Calls body(query_begin, query_end, key_begin, key_end) for strips of queries and the keys that any of them sees.
-template <class Body>
+template <int64_t COLUMNS = kStrip, class Body>
 SK_INLINE void for_query_strips(const Geometry& g, const Body& body) {
   if (!g.crossed) {
     body(int64_t{0}, g.queries, int64_t{0}, g.keys);
     return;
   }
-  for (int64_t q = 0; q < g.queries; q += kStrip) {
-    const int64_t end = min(q + kStrip, g.queries);
+  for (int64_t q = 0; q < g.queries; q += COLUMNS) {
+    const int64_t end = min(q + COLUMNS, g.queries);
     body(q, end, g.first_key(q), g.end_key(end - 1));
   }
 }
