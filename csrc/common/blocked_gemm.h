@@ -207,11 +207,11 @@ template <class A, int NR>
 __attribute__((noinline)) void panel_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
                                              const A* b, A* c, int64_t ldc, bool accumulate, const A* ahead) {
   if (kReadInPlace && k_stride == 1)  // one of the strides is 1
-    gemm_columns<A, NR, UnitStride::k, kPanelSlice, kAhead>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc, accumulate,
-                                                            ahead);
+    gemm_columns<A, NR, UnitStride::k, kPanelSlice, kPanelPrefetch>(M, K, a, row_stride, 1, b, kPanel<A>, c, ldc,
+                                                                    accumulate, ahead);
   else
-    gemm_columns<A, NR, UnitStride::row, kPanelSlice, kAhead>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc, accumulate,
-                                                              ahead);
+    gemm_columns<A, NR, UnitStride::row, kPanelSlice, kPanelPrefetch>(M, K, a, 1, k_stride, b, kPanel<A>, c, ldc,
+                                                                      accumulate, ahead);
 }
 
 // C[M, columns of B] (+)= A B over one slice. B is a run of panels, `panel_stride` apart. Calls before(m, n, rows,

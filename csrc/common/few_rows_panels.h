@@ -57,7 +57,8 @@ template <class A, int NV, int R = kTileRows<NV>>
 __attribute__((noinline)) void rows_tile(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, A* c,
                                          int64_t ldc, bool accumulate, const A* ahead) {
   if (rows == R)
-    gemm_tile<A, R, NV, UnitStride::k, kPanelSlice, kAhead>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate, ahead);
+    gemm_tile<A, R, NV, UnitStride::k, kPanelSlice, kPanelPrefetch>(depth, a, lda, 1, b, NV * W<A>, c, ldc, accumulate,
+                                                                    ahead);
   else if constexpr (R > 1) rows_tile<A, NV, R - 1>(rows, depth, a, lda, b, c, ldc, accumulate, ahead);
 }
 

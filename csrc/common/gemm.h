@@ -40,15 +40,24 @@ constexpr int kPanelVecs = kGemmVecs;
 template <int MR, int NR>
 constexpr bool kSumsInRegisters = false;
 #endif
-// Whether the next packed panel is brought to L2 meanwhile, a line with each term (AVX2 is slower with it).
-constexpr bool kAhead = kPanelVecs < kGemmVecs;
+// What a tile prefetches:
+//   panel  the next packed panel, to L2, a line with each term
+//   sums   its part of C, for sums that come from L3: the loads at a slice's end would wait for them
+enum class Prefetch { none, panel, sums };
+constexpr bool kAhead = kPanelVecs < kGemmVecs;  // AVX2 is slower with panels ahead
+constexpr Prefetch kPanelPrefetch = kAhead ? Prefetch::panel : Prefetch::none;
 constexpr int64_t kGemmSlice = kGemmVecs == 4 ? 32 : 64;
 
 // Which of A's strides is known to be 1: the addresses of a tile's elements then take one register, or six.
 enum class UnitStride { none, k, row };
+template <UnitStride U>
+struct Unit {
+  static constexpr UnitStride value = U;
+};
 
-// ahead: with each term a line of memory from here on is brought to L2; null: none.
-template <class A, int MR, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice, bool Ahead = false>
+// ahead: the next panel, with Prefetch::panel.
+template <class A, int MR, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice,
+          Prefetch P = Prefetch::none>
 SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                          int64_t ldc, bool accumulate, const A* ahead = nullptr) {
   if (U == UnitStride::k) k_stride = 1;
@@ -61,7 +70,7 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
     for (; k < end; ++k) {
       Vec<A> row[NR];
       load_row(k, row);
-      if (Ahead) __builtin_prefetch(reinterpret_cast<const char*>(ahead) + k * 64, 0, 2);
+      if (P == Prefetch::panel) __builtin_prefetch(reinterpret_cast<const char*>(ahead) + k * 64, 0, 2);
       for (int i = 0; i < MR; ++i) {
         const Vec<A> x = element(i, k);
         for (int j = 0; j < NR; ++j) acc[i][j] = multiply_add(x, row[j], acc[i][j]);
@@ -84,6 +93,10 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
     for (int i = 0; i < MR; ++i)
       for (int j = 0; j < NR; ++j) store(c + i * ldc + j * W<A>, sums[i][j]);
     return;
+  }
+  if (P == Prefetch::sums && accumulate) {
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NR; ++j) __builtin_prefetch(c + i * ldc + j * W<A>, 1);
   }
   do {
     const int64_t end = K - k < Slice ? K : k + Slice;
@@ -113,42 +126,46 @@ SK_INLINE void gemm_tile(int64_t K, const A* a, int64_t row_stride, int64_t k_st
 }
 
 // The tile of `rows` rows, at most MR. Inlined, gcc would spill operands of every tile of the caller.
-template <class A, int MR, int NR, UnitStride U, int64_t Slice, bool Ahead>
+template <class A, int MR, int NR, UnitStride U, int64_t Slice, Prefetch P>
 __attribute__((noinline)) void gemm_tail(int64_t rows, int64_t K, const A* a, int64_t row_stride, int64_t k_stride,
                                          const A* b, int64_t ldb, A* c, int64_t ldc, bool accumulate, const A* ahead) {
-  if (rows == MR) gemm_tile<A, MR, NR, U, Slice, Ahead>(K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);
+  if (rows == MR) gemm_tile<A, MR, NR, U, Slice, P>(K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);
   else if constexpr (MR > 1)
-    gemm_tail<A, MR - 1, NR, U, Slice, Ahead>(rows, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);
+    gemm_tail<A, MR - 1, NR, U, Slice, P>(rows, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate, ahead);
 }
 
-template <class A, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice, bool Ahead = false>
+template <class A, int NR, UnitStride U = UnitStride::none, int64_t Slice = kGemmSlice, Prefetch P = Prefetch::none>
 void gemm_columns(int64_t M, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b, int64_t ldb, A* c,
                   int64_t ldc, bool accumulate, const A* ahead = nullptr) {
   int64_t m = 0;
   for (; m + kGemmRows <= M; m += kGemmRows)
-    gemm_tile<A, kGemmRows, NR, U, Slice, Ahead>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc,
-                                                 accumulate, ahead);
+    gemm_tile<A, kGemmRows, NR, U, Slice, P>(K, a + m * row_stride, row_stride, k_stride, b, ldb, c + m * ldc, ldc,
+                                             accumulate, ahead);
   if (m < M)
-    gemm_tail<A, kGemmRows - 1, NR, U, Slice, Ahead>(M - m, K, a + m * row_stride, row_stride, k_stride, b, ldb,
-                                                     c + m * ldc, ldc, accumulate, ahead);
+    gemm_tail<A, kGemmRows - 1, NR, U, Slice, P>(M - m, K, a + m * row_stride, row_stride, k_stride, b, ldb,
+                                                 c + m * ldc, ldc, accumulate, ahead);
 }
 
-template <class A, UnitStride U>
+template <class A, UnitStride U, Prefetch P>
 void gemm_unit(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
                int64_t ldb, A* c, int64_t ldc, bool accumulate) {
   int64_t n = 0;
   for (; n + kGemmVecs * W<A> <= N; n += kGemmVecs * W<A>)
-    gemm_columns<A, kGemmVecs, U>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
-  for (; n < N; n += W<A>) gemm_columns<A, 1, U>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+    gemm_columns<A, kGemmVecs, U, kGemmSlice, P>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
+  for (; n < N; n += W<A>)
+    gemm_columns<A, 1, U, kGemmSlice, P>(M, K, a, row_stride, k_stride, b + n, ldb, c + n, ldc, accumulate);
 }
 
 // N is a multiple of W<A>. Element (m, k) of A is a[m * row_stride + k * k_stride].
-template <class A>
+template <class A, Prefetch P = Prefetch::none>
 SK_INLINE void gemm(int64_t M, int64_t N, int64_t K, const A* a, int64_t row_stride, int64_t k_stride, const A* b,
                     int64_t ldb, A* c, int64_t ldc, bool accumulate) {
-  if (k_stride == 1) gemm_unit<A, UnitStride::k>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
-  else if (row_stride == 1) gemm_unit<A, UnitStride::row>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
-  else gemm_unit<A, UnitStride::none>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
+  const auto with = [&](auto unit) SK_INLINED {
+    gemm_unit<A, unit.value, P>(M, N, K, a, row_stride, k_stride, b, ldb, c, ldc, accumulate);
+  };
+  if (k_stride == 1) with(Unit<UnitStride::k>{});
+  else if (row_stride == 1) with(Unit<UnitStride::row>{});
+  else with(Unit<UnitStride::none>{});
 }
 
 }  // namespace

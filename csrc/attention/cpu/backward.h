@@ -205,11 +205,12 @@ void keys_block(const AttentionBackward& p, int64_t query_block, int64_t key_blo
   if (visible) {
     for_key_strips(g, [&](const Part& part) {
       const int64_t q = part.first, queries = max(0, min(part.last, g.queries) - q), rows = part.end - part.begin;
-      gemm<A>(rows, value_width, queries, t.scores + part.begin * kLaneStride + q, kLaneStride, 1,
-              grad_out.data + q * grad_out.stride, grad_out.stride, value_sum + part.begin * value_stride, value_stride,
-              accumulate);
-      gemm<A>(rows, head_width, queries, t.grad_scores + part.begin * kLaneStride + q, kLaneStride, 1,
-              query.data + q * query.stride, query.stride, key_sum + part.begin * key_stride, key_stride, accumulate);
+      gemm<A, Prefetch::sums>(rows, value_width, queries, t.scores + part.begin * kLaneStride + q, kLaneStride, 1,
+                              grad_out.data + q * grad_out.stride, grad_out.stride,
+                              value_sum + part.begin * value_stride, value_stride, accumulate);
+      gemm<A, Prefetch::sums>(rows, head_width, queries, t.grad_scores + part.begin * kLaneStride + q, kLaneStride, 1,
+                              query.data + q * query.stride, query.stride, key_sum + part.begin * key_stride,
+                              key_stride, accumulate);
     });
   }
   if (last) {
