@@ -2,7 +2,8 @@
 
 The peak is that of the same threads in the same round: multiply-adds in registers that wait for nothing. Beside it
 torch's matmul, and oneDNN's linear. What takes turns is one call of each; what counts is the median of the rounds'
-shares.
+shares. The rounds of a product are spread over five passes through all products: a machine that others use has slow
+spells of seconds, in which large products lose more than the peak does.
 
 packed      B is packed beforehand, as weights are that stay: C = A B
 packing     the same, and packing B
@@ -120,32 +121,42 @@ def _seconds(call: Thunk) -> float:
     return time.perf_counter() - start
 
 
-def measure(product: Product, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Shares of the peak, medians of the rounds, and seqkern's quartiles."""
-    like, turns = torch.empty(0, dtype=dtype), 1_000_000  # 3 to 9 ms
-    contestants = calls(product, dtype)
-    work = 2 * product.rows * product.columns * product.depth * steps(product)
-    for call in contestants.values():
-        call(), call()
-    shares: dict[str, list[float]] = {name: [] for name in contestants}
-    peaks = []
-    for _ in range(rounds):
-        torch.ops.seqkern.products_peak(like, 1)  # after a large product a first call is slower by 0.1 ms
-        start = time.perf_counter()
-        done = torch.ops.seqkern.products_peak(like, turns)
-        peaks.append(2 * done / (time.perf_counter() - start))
-        for name, call in contestants.items():
-            shares[name].append(work / _seconds(call) / peaks[-1])
-    quartiles = statistics.quantiles(shares["seqkern"], n=4, method="inclusive")
-    return {
-        "use": product.use,
-        "shape": f"{product.rows} x {product.columns} x {product.depth}",
-        "way": product.way,
-        "dtype": str(dtype).removeprefix("torch."),
-        "peak_gflops": round(statistics.median(peaks) / 1e9, 1),
-        "shares": {name: round(statistics.median(found), 3) for name, found in shares.items()},
-        "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
-    }
+class Contest:
+    """The shares that a product reaches, of the peak measured in the same round."""
+
+    def __init__(self, product: Product, dtype: torch.dtype) -> None:
+        self.product, self.dtype = product, dtype
+        self.contestants = calls(product, dtype)
+        self.shares: dict[str, list[float]] = {name: [] for name in self.contestants}
+        self.peaks: list[float] = []
+
+    def take_turns(self, rounds: int) -> None:
+        like, turns = torch.empty(0, dtype=self.dtype), 1_000_000  # 3 to 9 ms
+        product = self.product
+        work = 2 * product.rows * product.columns * product.depth * steps(product)
+        for call in self.contestants.values():
+            call(), call()
+        for _ in range(rounds):
+            torch.ops.seqkern.products_peak(like, 1)  # after a large product a first call is slower by 0.1 ms
+            start = time.perf_counter()
+            done = torch.ops.seqkern.products_peak(like, turns)
+            self.peaks.append(2 * done / (time.perf_counter() - start))
+            for name, call in self.contestants.items():
+                self.shares[name].append(work / _seconds(call) / self.peaks[-1])
+
+    def row(self) -> dict[str, Any]:
+        """Medians of the rounds, and seqkern's quartiles."""
+        product = self.product
+        quartiles = statistics.quantiles(self.shares["seqkern"], n=4, method="inclusive")
+        return {
+            "use": product.use,
+            "shape": f"{product.rows} x {product.columns} x {product.depth}",
+            "way": product.way,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "peak_gflops": round(statistics.median(self.peaks) / 1e9, 1),
+            "shares": {name: round(statistics.median(found), 3) for name, found in self.shares.items()},
+            "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
+        }
 
 
 def report(row: dict[str, Any]) -> str:
@@ -165,10 +176,15 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     rows = []
+    passes, rounds = (1, 5) if options.quick else (5, 9)
     for dtype in [getattr(torch, options.dtype)] if options.dtype else [torch.float32, torch.bfloat16]:
-        for product in PRODUCTS:
-            rows.append(measure(product, dtype, 5 if options.quick else 41))
-            print(report(rows[-1]), flush=True)
+        contests = [Contest(product, dtype) for product in PRODUCTS]
+        for last in range(passes):
+            for contest in contests:
+                contest.take_turns(rounds)
+                if last == passes - 1:
+                    rows.append(contest.row())
+                    print(report(rows[-1]), flush=True)
     if options.json:
         machine = dict(seqkern._explain.describe_machine())
         stored = {
