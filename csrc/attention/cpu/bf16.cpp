@@ -464,8 +464,8 @@ bool backward_scores(const AttentionBackward& p, int64_t query_block, int64_t ke
   for_query_strips<32>(g, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
     const int64_t step = first / 32;
     if (first < last)
-      multiply(t.key_columns, tiles(end - begin, 16), tiles(last, 32) - step, key_t.at(0, step), pairs.at(begin / 16, step),
-               t.grad_query_t + begin, kLaneStride, true);
+      multiply(t.key_columns, tiles(end - begin, 16), tiles(last, 32) - step, key_t.at(0, step),
+               pairs.at(begin / 16, step), t.grad_query_t + begin, kLaneStride, true);
   });
   return true;
 }
