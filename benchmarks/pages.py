@@ -287,13 +287,13 @@ def _small_calls(path: Path) -> str:
 def _products(path: Path) -> str:
     stored = json.loads(path.read_text())
     machine, threads = stored["machine"], stored["threads"]
+    count = f"{threads} thread{'s' if threads > 1 else ''}"
     text = (
-        "## Products\n\n"
+        f"## Products, {count}\n\n"
         f"`{path.parent.name}/{path.name}`: {machine['processor']}, {machine['CPU kernels'].split(' (')[0]}, torch "
-        f"{machine['torch']}, {threads} thread{'s' if threads > 1 else ''}. Rows x columns x depth of the products "
+        f"{machine['torch']}, {count}. Rows x columns x depth of the products "
         "that the ops are made of (`benchmarks/products.py` says how), and the share of the multiply-add peak that "
-        "seqkern, torch's matmul and oneDNN's linear reach in turns; seqkern's quartiles. "
-        "What is over 100% says how far the peak of a shared machine moves within a round.\n\n"
+        "seqkern, torch's matmul and oneDNN's linear reach in turns; seqkern's quartiles.\n\n"
     )
     rows = []
     for row in stored["products"]:
