@@ -3,7 +3,7 @@
 The peak is that of the same threads in the same round: multiply-adds in registers that wait for nothing. Beside it
 torch's matmul, and oneDNN's linear. What takes turns is one call of each; what counts is the median of the rounds'
 shares. The rounds of a product are spread over five passes through all products: a machine that others use has slow
-spells of seconds, in which large products lose more than the peak does.
+spells, in which large products lose more than the peak does.
 
 packed      B is packed beforehand, as weights are that stay: C = A B
 packing     the same, and packing B
@@ -179,12 +179,13 @@ def main(arguments: list[str] | None = None) -> int:
     passes, rounds = (1, 5) if options.quick else (5, 9)
     for dtype in [getattr(torch, options.dtype)] if options.dtype else [torch.float32, torch.bfloat16]:
         contests = [Contest(product, dtype) for product in PRODUCTS]
-        for last in range(passes):
+        for _ in range(passes - 1):
             for contest in contests:
                 contest.take_turns(rounds)
-                if last == passes - 1:
-                    rows.append(contest.row())
-                    print(report(rows[-1]), flush=True)
+        for contest in contests:
+            contest.take_turns(rounds)
+            rows.append(contest.row())
+            print(report(rows[-1]), flush=True)
     if options.json:
         machine = dict(seqkern._explain.describe_machine())
         stored = {

@@ -9,7 +9,8 @@
 //
 // The operands of a tile of 256 queries and 128 keys stay in L2. The scores never leave L1: S, dP and everything that
 // follows are done for 32 keys and 64 queries at a time. Without options on the scores, one pass does exp2, the
-// gradient, and the rounding to both layouts; by dot products, it reads dP from the registers that summed it.
+// gradient, and the rounding to both layouts; by dot products, register tile by register tile, with dP still in the
+// registers that summed it.
 //
 // Block sizes are by measurement (NOTES.md).
 #define SK_BLOCK_Q 256
