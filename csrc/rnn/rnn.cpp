@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
     for (int64_t d = 0; d < D; ++d) zero_inactive(p, cells, d * T * B * H, H);
 
   const RnnKernels& kernels = p.kernels;
-  const int64_t chunk = chunk_steps(p), stride = p.products.row_stride(p.dtype, p.gate_columns);
+  const int64_t stride = p.products.row_stride(p.dtype, p.gate_columns);
   std::vector<std::optional<PackedMatrix>> w_ih_packed;
   std::vector<PackedMatrix> packed;
   std::vector<RnnForward> args;
@@ -75,9 +75,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   // Where the loops make zx themselves it is stored by panels, otherwise as rows of all gates.
   const bool panels = !few_tokens(p) && (loops.all_threads() || !kernels.forward.same_bits);
   const int64_t panel_columns = panels ? kernels.forward.input_columns(p.layer) : 0;
-  const int64_t share_tokens = (chunk * ((B + loops.shares() - 1) / loops.shares()) + 31) / 32 * 32;
-  const int64_t zx_size = panel_columns > 0 ? checked_product({loops.shares(), share_tokens, panel_columns}, p.op)
-                                            : checked_product({chunk, B, stride}, p.op);
+  const int64_t shares = loops.shares(), share_rows = (B + shares - 1) / shares;
+  const int64_t every_step_from = panel_columns > 0 ? kernels.forward.every_step_from : 0;
+  const bool every_step = every_step_from > 0 && share_rows >= every_step_from;
+  const int64_t chunk = every_step ? T : chunk_steps(p), share_tokens = (chunk * share_rows + 31) / 32 * 32;
+  const int64_t zx_size = every_step          ? 0
+                          : panel_columns > 0 ? checked_product({shares, share_tokens, panel_columns}, p.op)
+                                              : checked_product({chunk, B, stride}, p.op);
   Tensor zx = empty(p.input, {D, zx_size}, p.acc);
   const auto part = [](Tensor& t, int64_t element) -> void* { return t.numel() > 0 ? at(t, element) : nullptr; };
   for (int64_t d = 0; d < D; ++d) {
@@ -102,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
                     .step_end = 0,
                     .h = at(h, d * B * P),
                     .c = part(c, d * B * H),
-                    .zx = at(zx, d * zx_size),
+                    .zx = part(zx, d * zx_size),
                     .zx_stride = stride,
                     .output = at(output, d * P),
                     .output_stride = D * P,
@@ -111,12 +115,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
                     .products = part(products, d * T * B * p.gate_columns),
                     .input = {}});
     if (panel_columns > 0)
-      args.back().input = {
-          .packed_w_ih = w_ih_packed.back()->data(),
-          .bias = p.bias.empty() ? nullptr : p.bias[i].const_data_ptr(),
-          .x = p.input.const_data_ptr(),
-          .share_stride = share_tokens * panel_columns,
-          .panel_stride = share_tokens * kernels.forward.input_columns(p.layer) / kernels.forward.panels(p.layer)};
+      args.back().input = {.packed_w_ih = w_ih_packed.back()->data(),
+                           .bias = p.bias.empty() ? nullptr : p.bias[i].const_data_ptr(),
+                           .x = p.input.const_data_ptr(),
+                           .every_step = every_step,
+                           .share_stride = zx_size / shares,
+                           .panel_stride = zx_size / shares / kernels.forward.panels(p.layer)};
   }
   for (int64_t begin = 0; begin < T; begin += chunk) {
     const int64_t end = std::min(T, begin + chunk);

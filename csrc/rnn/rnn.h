@@ -71,13 +71,15 @@ struct RnnDirection {
   Matrix w_hh;              // the source of packed_w_hh; if that is null, packed in scratch by parts
 };
 
-// For the first turn, where it makes the products with the input: each worker computes zx for its own hidden units
-// (RnnPass::input_columns). A share's zx begins share_stride after that of the share before. Its panels are
-// panel_stride apart, and a panel has a row of the panel's columns for each of the share's tokens.
+// Where the turns make the products with the input (RnnPass::input_columns), each worker for its own hidden units: at
+// every step those of its rows, which need no memory for zx, or in the first turn those of all tokens. Then a share's
+// zx begins share_stride after that of the share before. Its panels are panel_stride apart, and a panel has a row of
+// the panel's columns for each of the share's tokens.
 struct RnnInput {
   const void* packed_w_ih;  // W_ih transposed, grouped by gates; or null if zx is given
   const void* bias;         // (gates) acc, or null
   const void* x;            // (steps, batch, inputs) dtype
+  bool every_step;
   int64_t share_stride, panel_stride;
 };
 
@@ -151,9 +153,10 @@ struct RnnPass {
   int64_t (*tile_rows)(const RnnLayer&);  // of a whole tile of the recurrent product
   int64_t (*state_bytes)(const RnnLayer&, int64_t rows);
   int64_t (*scratch_bytes)(const RnnLayer&, int64_t rows);
-  // Columns of zx over all panels if the first turn makes the products with the input; 0 if not.
+  // Columns of zx over all panels if the turns make the products with the input; 0 if not.
   int64_t (*input_columns)(const RnnLayer&);
-  bool same_bits;  // whether a product of all tokens' inputs beforehand gives the same bits
+  int64_t every_step_from;  // rows of a share from which on they make them at every step; 0: never
+  bool same_bits;           // whether a product of all tokens' inputs beforehand gives the same bits
 };
 
 struct RnnKernels {

@@ -33,6 +33,14 @@ constexpr int64_t group_size() {
   return (vectors > 8 ? vectors : 8) * W<A>;
 }
 
+// Scratch has the products of a group; those with the input, or with matrix tiles those of the next group; a step's
+// inputs as an operand; and panels that are packed on the fly.
+constexpr int64_t kGroupBuffers = kEveryStepFrom > 0 || kDepthStep > 1 ? 2 : 1;
+template <class A>
+int64_t staged_inputs(const RnnLayer& l, int64_t rows) {
+  return kEveryStepFrom > 0 ? rows * operand_stride<A>(l.inputs) : 0;
+}
+
 template <class A>
 struct ForwardState {
   int64_t h_stride, plain_stride, c_stride, z_stride, wide_stride, bytes;
@@ -80,7 +88,8 @@ struct Forward {
   // A panel is processed in parts as wide as a register tile, whose products are side by side.
   static constexpr int TV = static_cast<int>(tile_vectors(G)), kParts = NV / TV;
   static constexpr bool kLstm = kCell == Cell::lstm;
-  static constexpr bool kPlainH = !Plain || kTerms > 1;  // whether the operand is not h itself
+  // Whether h is needed without mask and rounding: kept beside the operand.
+  static constexpr bool kPlainH = !Plain || (kTerms > 1 && adds_h(kCell));
 
   const RnnForward& p;
   const RnnLayer& l;
@@ -104,10 +113,11 @@ struct Forward {
   }
   const A* mask_row(int64_t row) const { return Plain ? nullptr : at(p.direction.mask, row * P); }
 
-  // zx of a row: in the first panel if it is stored by panels, otherwise the whole row.
+  // zx of a row, where it is stored: in the first panel, or the whole row.
   SK_INLINE const A* zx_of(int64_t t, int64_t i) const {
     const A* zx = static_cast<const A*>(p.zx);
-    if (!p.input.packed_w_ih) return zx ? zx + rows.token(t, i) * p.zx_stride : nullptr;
+    if (every_step()) return nullptr;
+    if (!by_panels()) return zx ? zx + rows.token(t, i) * p.zx_stride : nullptr;
     return zx + rows.share.first * p.input.share_stride + (share_token(t) + i) * NV * W<A>;
   }
   // The first of the share's own tokens at t, counted from the first step of this pass.
@@ -129,6 +139,12 @@ struct Forward {
             .output = place * p.output_stride};
   }
 
+  // zx of a gate's W hidden units.
+  SK_INLINE Vec<A> input_of(const A* zx, int64_t zx_gate, int g, int64_t u) const {
+    const Vec<A> sum = load_upto(zx + g * zx_gate, H - u);
+    if (!every_step() || !p.input.bias) return sum;
+    return sum + load_upto(static_cast<const A*>(p.input.bias) + g * H + u, H - u);
+  }
   // The gates and c~ of W hidden units from the sums. Returns h^ (GRU, RNN), or c~ with o in `o`. zx, zh: of these
   // units, with the gates zx_gate and zh_gate apart.
   SK_INLINE Vec<A> gates_of(const A* zx, int64_t zx_gate, const A* zh, int64_t zh_gate, Vec<A> c_prev, Vec<A> h_prev,
@@ -136,7 +152,7 @@ struct Forward {
     const int64_t n = H - u;
     if constexpr (kLstm) {
       Vec<A> z[4];
-      for (int g = 0; g < 4; ++g) z[g] = load_upto(zx + g * zx_gate, n) + load(zh + g * zh_gate);
+      for (int g = 0; g < 4; ++g) z[g] = input_of(zx, zx_gate, g, u) + load(zh + g * zh_gate);
       const Vec<A> c_new = lstm_gates<A, Plain>(z, c_prev, peepholes, u);
       if (gates)
         for (int g = 0; g < 4; ++g) store_upto(gates + g * H + u, z[g], n);
@@ -144,7 +160,7 @@ struct Forward {
       return c_new;
     } else if constexpr (kCell == Cell::gru) {
       Vec<A> x[3], h[3], s[4];
-      for (int g = 0; g < 3; ++g) x[g] = load_upto(zx + g * zx_gate, n), h[g] = load(zh + g * zh_gate);
+      for (int g = 0; g < 3; ++g) x[g] = input_of(zx, zx_gate, g, u), h[g] = load(zh + g * zh_gate);
       if (p.direction.b_hn) h[2] += load_upto(static_cast<const A*>(p.direction.b_hn) + u, n);
       const Vec<A> h_new = gru_state<A>(x, h, h_prev, s);
       if (gates)
@@ -152,17 +168,17 @@ struct Forward {
       return h_new;
     } else if constexpr (kCell == Cell::interpolated) {
       Vec<A> s[2];
-      for (int g = 0; g < 2; ++g) s[g] = load_upto(zx + g * zx_gate, n) + load(zh + g * zh_gate);
+      for (int g = 0; g < 2; ++g) s[g] = input_of(zx, zx_gate, g, u) + load(zh + g * zh_gate);
       const Vec<A> h_new = interpolated_state<A>(s, h_prev);
       if (gates)
         for (int g = 0; g < 2; ++g) store_upto(gates + g * H + u, s[g], n);
       return h_new;
     } else if constexpr (kCell == Cell::additive) {
-      const Vec<A> added = tanh<A>(load_upto(zx, n) + load(zh));
+      const Vec<A> added = tanh<A>(input_of(zx, zx_gate, 0, u) + load(zh));
       if (gates) store_upto(gates + u, added, n);
       return h_prev + added;
     } else {
-      const Vec<A> h_new = rnn_state<A>(load_upto(zx, n) + load(zh), l.cell == Cell::relu);
+      const Vec<A> h_new = rnn_state<A>(input_of(zx, zx_gate, 0, u) + load(zh), l.cell == Cell::relu);
       if (gates) store_upto(gates + u, h_new, n);
       return h_new;
     }
@@ -178,6 +194,14 @@ struct Forward {
   SK_INLINE void keep_h(const ForwardRow<A>& r, Vec<A> h_new, int64_t u, ZoneoutRow<A>& zoneout) const {
     if (!Plain && l.zoneout.active) h_new = zoneout.mix(load(r.plain_h + u), h_new, u);
     if (kPlainH) store(r.plain_h + u, h_new);
+#if defined(SK_PAIRS)
+    if (kDepthStep == 1 && Plain && P - u >= W<A>) {
+      const vu16 rounded = as_bfloat16(h_new);
+      __builtin_memcpy(static_cast<BFloat16*>(p.output) + r.output + u, &rounded, sizeof(rounded));
+      __builtin_memcpy(reinterpret_cast<BFloat16*>(r.h_next) + u, &rounded, sizeof(rounded));
+      return;
+    }
+#endif
     store_as(l.dtype, p.output, r.output + u, h_new, P - u);
     if (!Plain && r.mask) h_new *= load_upto(r.mask + u, P - u);
     store_numbers(r.h_next, u, h_new, P - u);
@@ -188,14 +212,19 @@ struct Forward {
       zoneout[which].begin(l.zoneout, which, rows.random_row(p.direction.index, which, t, i));
   }
 
+  static SK_INLINE void copy_numbers(const A* row, A* to, int64_t begin, int64_t end) {
+    const Number<A>* from = reinterpret_cast<const Number<A>*>(row);
+    for (int64_t u = begin; u < end; u += W<A>) store_upto(to + u, load_upto(from + u, end - u), end - u);
+  }
   // The rows of the next step: ended sequences leave, new ones enter, and resets take effect. Columns [begin, end) of
   // `width` wide memory; parity is that of the buffer that the next step multiplies.
   void change(int64_t count, int64_t t_next, int64_t next, int parity, int64_t begin, int64_t end, int64_t c_begin,
               int64_t c_end) const {
     for (int64_t i = next; i < count; ++i) {
       const int64_t row = rows.row(i);
-      copy_columns(kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
-                   at(p.h, row * P), begin, end);
+      A* h = at(p.h, row * P);
+      if (kPlainH) copy_columns(state.plain_h + i * state.plain_stride, h, begin, end);
+      else copy_numbers(state.h[parity] + i * state.h_stride, h, begin, end);
       if (kLstm) copy_columns(state.c + i * state.c_stride, at(p.c, row * H), c_begin, c_end);
     }
     for (int64_t i = count; i < next; ++i) {
@@ -229,23 +258,47 @@ struct Forward {
   // Panels that are processed together, their hidden units, and their products: side by side, in rows `stride` apart.
   struct Group {
     int64_t panel, panels, begin, end;
-    A* products;
+    A *products, *inputs;  // inputs: products with the input, if made at every step
     int64_t stride, next;  // next: the first panel of the group that follows
   };
+  // Elements of a group's products.
+  int64_t buffer() const { return rows.share.rows * group_size<A>(); }
   SK_INLINE const A* packed_panel(int64_t panel) const {
     return static_cast<const A*>(p.direction.packed_w_hh) + panel * padded_words(P) * NV * W<A>;
+  }
+  SK_INLINE const A* packed_inputs(int64_t panel) const {
+    return static_cast<const A*>(p.input.packed_w_ih) + panel * padded_words(l.inputs) * NV * W<A>;
   }
   template <class Before>
   SK_INLINE void unit_products(int64_t count, const Group& g, int parity, const Before& before) const {
     if (!p.direction.packed_w_hh)
-      return unpacked_products<A, TV>(count, p.direction.w_hh, g.panel, g.panels, state.h[parity], state.h_stride,
-                                      g.products, g.stride, g.products + rows.share.rows * group_size<A>(), before);
+      return unpacked_products<A, TV>(
+          count, p.direction.w_hh, g.panel, g.panels, state.h[parity], state.h_stride, g.products, g.stride,
+          g.products + kGroupBuffers * buffer() + staged_inputs<A>(l, rows.share.rows), before);
     panel_products<A, TV>(count, g.panels * kParts, words(P), state.h[parity], state.h_stride, packed_panel(g.panel),
-                          g.products, g.stride, TV * W<A>, packed_panel(g.next), before);
+                          g.products, g.stride, TV * W<A>, every_step() ? packed_inputs(g.next) : packed_panel(g.next),
+                          before);
   }
-  // Whether zx is stored by panels.
+  // Whether the loop makes the products with the input; whether at every step, a group at a time, without biases.
   SK_INLINE bool by_panels() const { return p.input.packed_w_ih; }
+  SK_INLINE bool every_step() const { return kEveryStepFrom > 0 && p.input.every_step; }
 
+  // A step's inputs as an operand.
+  struct StepInputs {
+    const A* rows = nullptr;
+    int64_t stride = 0;
+  };
+  StepInputs step_inputs(int64_t t, int64_t count, A* staged) const {
+    StepInputs x;
+#if !defined(SK_TILES)
+    by_element<A>(l.dtype, [&](auto element) {
+      const auto* first = static_cast<const decltype(element)*>(p.input.x);
+      const auto row = [&](int64_t i) { return first + (t * l.batch + rows.row(i)) * l.inputs; };
+      x.rows = as_input_operand<A>(count, l.inputs, row, staged, x.stride);
+    });
+#endif
+    return x;
+  }
   // zx of the share's tokens for these panels.
   void input_products(int64_t panel_begin, int64_t panel_end, A* scratch) const {
     const int64_t first = rows.reverse ? l.steps - p.step_end : p.step_begin, past = first + p.step_end - p.step_begin;
@@ -288,20 +341,18 @@ struct Forward {
       change(count, t_next, next, next_parity, 0, P, 0, H);
       return;
     }
-    if (by_panels() && turn == 0) input_products(panel_begin, panel_end, products);
+    if (by_panels() && !every_step() && turn == 0) input_products(panel_begin, panel_end, products);
+    const StepInputs x =
+        every_step() && count > 0 ? step_inputs(t, count, products + kGroupBuffers * buffer()) : StepInputs{};
     const RowTiles tiles = row_tiles(count);
     const int64_t group = unit_group(count), stride = group * NV * W<A>;
     const int64_t groups = (panel_end - panel_begin + group - 1) / group;
     const auto at_group = [&](int64_t g, A* to) {
       const int64_t panel = panel_begin + zigzag(g, groups, turn) * group;
       const int64_t panels = panel_end - panel < group ? panel_end - panel : group, begin = panel * kUnits;
-      return Group{panel,
-                   panels,
-                   begin,
-                   H - begin < panels * kUnits ? H : begin + panels * kUnits,
-                   to,
-                   stride,
-                   panel_begin + zigzag(g + 1 < groups ? g + 1 : g, groups, turn) * group};
+      const int64_t end = H - begin < panels * kUnits ? H : begin + panels * kUnits;
+      const int64_t next = panel_begin + zigzag(g + 1 < groups ? g + 1 : g, groups, turn) * group;
+      return Group{panel, panels, begin, end, to, to + buffer(), stride, next};
     };
     const auto ahead = [&](const Group& g) {
       return [&table, &g, this](int64_t i0, int64_t i1) SK_PREFETCHING {
@@ -312,7 +363,7 @@ struct Forward {
 #if defined(SK_TILES)
     if (p.direction.packed_w_hh && count > 0) {
       // A group's cells are interleaved with the next group's products.
-      A* const other_products = products + rows.share.rows * group_size<A>();
+      A* const other_products = products + buffer();
       Group now = at_group(0, products);
       unit_products(count, now, parity, ahead(now));
       for (int64_t g = 1; g < groups; ++g) {
@@ -345,6 +396,11 @@ struct Forward {
 #endif
     for (int64_t g = 0; g < groups; ++g) {
       const Group now = at_group(g, products);
+      if (x.rows)
+        panel_products<A, TV>(count, now.panels * kParts, words(l.inputs), x.rows, x.stride, packed_inputs(now.panel),
+                              now.inputs, now.stride, TV * W<A>,
+                              p.direction.packed_w_hh ? packed_panel(now.panel) : packed_inputs(now.next),
+                              [](int64_t, int64_t) {});
       unit_products(count, now, parity, ahead(now));
       if constexpr (kLstm) {
         // In two passes: a row's tanh of c~ would wait for its gates, with too few rows in flight to hide that.
@@ -382,8 +438,9 @@ struct Forward {
   };
   SK_INLINE Units units_of(const Group& g, int64_t i, const ForwardRow<A>& r, int64_t u) const {
     const int64_t q = (u - g.begin) / kUnits, v = G == 1 ? (u - g.begin) % kUnits : 0;
-    return {g.products + i * g.stride + q * NV * W<A> + v,
-            by_panels() ? r.zx + (g.panel + q) * p.input.panel_stride + v : r.zx + u};
+    const int64_t sum = i * g.stride + q * NV * W<A> + v;
+    if (every_step()) return {g.products + sum, g.inputs + sum};
+    return {g.products + sum, by_panels() ? r.zx + (g.panel + q) * p.input.panel_stride + v : r.zx + u};
   }
   SK_INLINE int64_t zx_gate() const { return by_panels() ? W<A> : H; }
 
@@ -437,7 +494,7 @@ struct Forward {
     if (!by_panels())
       for (int g = 0; g < G; ++g) __builtin_prefetch(r.zx + g * H + u);
 #if !defined(SK_TILES)
-    else
+    else if (!every_step())
       for (int v = 0; v < NV; ++v) __builtin_prefetch(r.zx + u / kUnits * p.input.panel_stride + v * W<A>);
 #endif
     if (r.gates)
@@ -473,8 +530,8 @@ struct Forward {
     const RowTiles tiles = row_tiles(count);
     for (int64_t panel = 0; panel < panels; panel += group) {
       const int64_t some = panels - panel < group ? panels - panel : group;
-      unit_products(count, {panel, some, 0, 0, products, stride, panel + group < panels ? panel + group : 0}, parity,
-                    [](int64_t, int64_t) {});
+      unit_products(count, {panel, some, 0, 0, products, nullptr, stride, panel + group < panels ? panel + group : 0},
+                    parity, [](int64_t, int64_t) {});
       for (int64_t q = 0; q < some; ++q)
         for (int64_t i = 0; i < count; ++i)
           for (int v = 0; v < NV; ++v) {
@@ -563,7 +620,7 @@ int64_t forward_panels(const RnnLayer& l) {
 template <class A>
 int64_t forward_scratch(const RnnLayer& l, int64_t rows) {
   const int64_t packed = packs_on_the_fly(l) ? unpacked_scratch<A>(rows, l.width, group_size<A>()) : 0;
-  const int64_t products = (kDepthStep > 1 ? 2 : 1) * rows * group_size<A>() + packed;
+  const int64_t products = kGroupBuffers * rows * group_size<A>() + staged_inputs<A>(l, rows) + packed;
   const int64_t inputs = input_scratch<A>(l.inputs);
   return row_table_size<ForwardRow<A>, A>(rows) + (products > inputs ? products : inputs);
 }

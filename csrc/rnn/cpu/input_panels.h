@@ -1,5 +1,6 @@
-// Products with the input on vectors, by panels of hidden units: each worker computes those of its own units, in the
-// layout that the loop over the steps reads (RnnInput).
+// Products with the input on vectors: each worker computes those of its own hidden units, in the layout that the loop
+// over the steps reads (RnnInput). Of all tokens at once, for shares of so few rows that W_ih at every step would be as
+// much to read as W_hh; else in the loop, which needs the inputs of a step as an operand.
 #pragma once
 
 #include "few_rows.h"
@@ -8,6 +9,8 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
+// Rows of a share from which on W_ih is read at every step. Not without panels ahead: AVX2 would be up to 13% slower.
+constexpr int64_t kEveryStepFrom = kAhead ? 4 : 0;
 // Bytes of panels whose weights stay in L2 over all tokens; tokens whose operands do, and bytes of those.
 constexpr int64_t kInputBytes = 512 << 10, kInputRows = 96, kStagedBytes = 512 << 10;
 template <class A>
@@ -20,18 +23,23 @@ int64_t input_scratch(int64_t inputs) {
   return input_rows<A>(inputs) * operand_stride<A>(inputs);
 }
 
-// Where rows of x can be read as an operand: the address of the first one, and the row stride in words; else null. Not
-// where they are a multiple of 4 KB apart, since they would collide in the cache.
-template <class A, class T>
-const A* operand_in_place(const T* const* x, int64_t rows, int64_t inputs, int64_t& stride) {
-  if (!std::is_same<T, Number<A>>::value || inputs % kTerms != 0) return nullptr;
-  const auto address = [&](int64_t r) { return reinterpret_cast<intptr_t>(x[r]); };
-  const intptr_t step = rows > 1 ? address(1) - address(0) : 0, word = sizeof(A);
-  for (int64_t r = 2; r < rows; ++r)
-    if (address(r) != address(0) + r * step) return nullptr;
-  if (step % word != 0 || (rows > 1 && step % 4096 == 0)) return nullptr;
-  stride = step / word;
-  return reinterpret_cast<const A*>(x[0]);
+// Rows of x as an operand, `stride` words apart; row(r) returns row r. In place where they are evenly spaced words, but
+// not a multiple of 4 KB apart, since they would collide in the cache; else in `staged`.
+template <class A, class Row>
+const A* as_input_operand(int64_t rows, int64_t inputs, const Row& row, A* staged, int64_t& stride) {
+  using T = std::remove_cv_t<std::remove_pointer_t<decltype(row(0))>>;
+  const auto address = [&](int64_t r) { return reinterpret_cast<intptr_t>(row(r)); };
+  const intptr_t first = address(0), step = rows > 1 ? address(1) - first : 0, word = sizeof(A);
+  bool even =
+      std::is_same<T, Number<A>>::value && inputs % kTerms == 0 && step % word == 0 && (rows == 1 || step % 4096 != 0);
+  for (int64_t r = 2; r < rows && even; ++r) even = address(r) == first + r * step;
+  if (even) {
+    stride = step / word;
+    return reinterpret_cast<const A*>(first);
+  }
+  stride = operand_stride<A>(inputs);
+  for (int64_t r = 0; r < rows; ++r) as_operand_row(row(r), inputs, staged + r * stride);
+  return staged;
 }
 
 // Rows of zx, NV vectors wide, in panels panel_stride apart: x W_ih + bias. A panel's weights are stored in parts of TV
@@ -55,12 +63,8 @@ void panel_input_products(int64_t tokens, int64_t inputs, const Begin& begin, co
     const int64_t past = panel_end - first < group ? panel_end : first + group;
     begin();
     for (int64_t token = 0, rows = take(0), coming; token < tokens; token += block, rows = coming) {
-      int64_t stride = operand_stride<A>(inputs), prefetched = 0;
-      const A* a = operand_in_place<A>(x, rows, inputs, stride);
-      if (!a) {
-        for (int64_t r = 0; r < rows; ++r) as_operand_row(x[r], inputs, staged + r * stride);
-        a = staged;
-      }
+      int64_t stride, prefetched = 0;
+      const A* a = as_input_operand<A>(rows, inputs, [&](int64_t r) { return x[r]; }, staged, stride);
       coming = token + block < tokens ? take(token + block) : 0;
       for (int64_t q = first; q < past; ++q) {
         for (; prefetched < coming * (q + 1 - first) / (past - first); ++prefetched)

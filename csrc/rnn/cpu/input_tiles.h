@@ -8,6 +8,7 @@ namespace seqkern {
 namespace SK_TIER {
 namespace {
 
+constexpr int64_t kEveryStepFrom = 0;  // matrix tiles make all tokens' products at once
 // Bytes of panels whose weights stay in L2 over all tokens.
 constexpr int64_t kInputBytes = 768 << 10;
 constexpr int64_t input_stride(int64_t inputs) { return padded_words(inputs) + 16; }
