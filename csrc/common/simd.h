@@ -145,24 +145,21 @@ SK_INLINE vf32 load(const Half* p) {
 // ---- store: round to nearest even ----------------------------------------------------------------------------------
 SK_INLINE void store(float* p, vf32 v) { __builtin_memcpy(p, &v, sizeof(v)); }
 SK_INLINE void store(double* p, vf64 v) { __builtin_memcpy(p, &v, sizeof(v)); }
-SK_INLINE vu16 as_bfloat16(vf32 v) {
+SK_INLINE void store(BFloat16* p, vf32 v) {
 #if defined(__AVX512F__)
   const __m512i u = bit_cast<__m512i>(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
   const __mmask16 nan = _mm512_cmp_ps_mask(bit_cast<__m512>(v), bit_cast<__m512>(v), _CMP_UNORD_Q);
   const __m512i h = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0));
-  return bit_cast<vu16>(_mm512_cvtepi32_epi16(h));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(h));
 #else
   const vu32 u = bit_cast<vu32>(v);
   const vu32 nan = bit_cast<vu32>(v != v);
   const vu32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vu16);
-#endif
-}
-SK_INLINE void store(BFloat16* p, vf32 v) {
-  const vu16 h = as_bfloat16(v);
+  const vu16 h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vu16);
   __builtin_memcpy(p, &h, sizeof(h));
+#endif
 }
 SK_INLINE void store(Half* p, vf32 v) {
 #if defined(__AVX512F__)

@@ -72,7 +72,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rnn_fwd(
   std::vector<PackedMatrix> packed;
   std::vector<RnnForward> args;
   Loops loops(p, kernels.forward);
-  // Where the loops make zx themselves it is stored by panels, otherwise as rows of all gates.
+  // zx is rows of all gates, or, where the loops make it themselves, panels; and not stored where they do at every
+  // step.
   const bool panels = !few_tokens(p) && (loops.all_threads() || !kernels.forward.same_bits);
   const int64_t panel_columns = panels ? kernels.forward.input_columns(p.layer) : 0;
   const int64_t shares = loops.shares(), share_rows = (B + shares - 1) / shares;

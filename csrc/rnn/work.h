@@ -22,10 +22,10 @@ constexpr int64_t kShareRows = 6, kShareWeights = int64_t{1} << 21, kShareState 
 constexpr int64_t kFewWeights = int64_t{1} << 17;
 constexpr double kFuller = 1.25;
 
-// The sequence is processed in chunks of steps: small enough that the next pass finds the gates of the last one in
-// cache, and large enough for products at the full rate. Chunks depend on the shape alone, so the number of threads
-// changes no sum. Sums for peepholes and norms over the steps of a chunk are in the accumulation type, so a chunk must
-// not have too many steps.
+// The sequence is processed in chunks of steps, unless no product is stored beforehand (RnnInput::every_step): small
+// enough that the next pass finds the gates of the last one in cache, and large enough for products at the full rate.
+// Chunks depend on the shape alone, so the number of threads changes no sum. Sums for peepholes and norms over the
+// steps of a chunk are in the accumulation type, so a chunk must not have too many steps.
 constexpr int64_t kChunkElements = int64_t{1} << 19, kChunkRows = 512, kChunkSteps = 32, kSingleSteps = 256;
 
 inline int64_t chunk_steps(const RnnProblem& p) {

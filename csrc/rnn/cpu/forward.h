@@ -88,8 +88,7 @@ struct Forward {
   // A panel is processed in parts as wide as a register tile, whose products are side by side.
   static constexpr int TV = static_cast<int>(tile_vectors(G)), kParts = NV / TV;
   static constexpr bool kLstm = kCell == Cell::lstm;
-  // Whether h is needed without mask and rounding: kept beside the operand.
-  static constexpr bool kPlainH = !Plain || (kTerms > 1 && adds_h(kCell));
+  static constexpr bool kPlainH = !Plain || kTerms > 1;  // whether the operand is not h itself
 
   const RnnForward& p;
   const RnnLayer& l;
@@ -194,14 +193,6 @@ struct Forward {
   SK_INLINE void keep_h(const ForwardRow<A>& r, Vec<A> h_new, int64_t u, ZoneoutRow<A>& zoneout) const {
     if (!Plain && l.zoneout.active) h_new = zoneout.mix(load(r.plain_h + u), h_new, u);
     if (kPlainH) store(r.plain_h + u, h_new);
-#if defined(SK_PAIRS)
-    if (kDepthStep == 1 && Plain && P - u >= W<A>) {
-      const vu16 rounded = as_bfloat16(h_new);
-      __builtin_memcpy(static_cast<BFloat16*>(p.output) + r.output + u, &rounded, sizeof(rounded));
-      __builtin_memcpy(reinterpret_cast<BFloat16*>(r.h_next) + u, &rounded, sizeof(rounded));
-      return;
-    }
-#endif
     store_as(l.dtype, p.output, r.output + u, h_new, P - u);
     if (!Plain && r.mask) h_new *= load_upto(r.mask + u, P - u);
     store_numbers(r.h_next, u, h_new, P - u);
@@ -212,19 +203,14 @@ struct Forward {
       zoneout[which].begin(l.zoneout, which, rows.random_row(p.direction.index, which, t, i));
   }
 
-  static SK_INLINE void copy_numbers(const A* row, A* to, int64_t begin, int64_t end) {
-    const Number<A>* from = reinterpret_cast<const Number<A>*>(row);
-    for (int64_t u = begin; u < end; u += W<A>) store_upto(to + u, load_upto(from + u, end - u), end - u);
-  }
   // The rows of the next step: ended sequences leave, new ones enter, and resets take effect. Columns [begin, end) of
   // `width` wide memory; parity is that of the buffer that the next step multiplies.
   void change(int64_t count, int64_t t_next, int64_t next, int parity, int64_t begin, int64_t end, int64_t c_begin,
               int64_t c_end) const {
     for (int64_t i = next; i < count; ++i) {
       const int64_t row = rows.row(i);
-      A* h = at(p.h, row * P);
-      if (kPlainH) copy_columns(state.plain_h + i * state.plain_stride, h, begin, end);
-      else copy_numbers(state.h[parity] + i * state.h_stride, h, begin, end);
+      copy_columns(kPlainH ? state.plain_h + i * state.plain_stride : state.h[parity] + i * state.h_stride,
+                   at(p.h, row * P), begin, end);
       if (kLstm) copy_columns(state.c + i * state.c_stride, at(p.c, row * H), c_begin, c_end);
     }
     for (int64_t i = count; i < next; ++i) {
